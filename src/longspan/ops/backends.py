@@ -14,6 +14,7 @@ BACKENDS = {
     "torch": "chunks of matrix products with bounded memory in the backward pass; any device",
     "native": "C++ kernels for the CPU",
     "triton": "Triton kernels for CUDA GPUs",
+    "fla": "kernels of flash-linear-attention for CUDA GPUs, if fla-core is installed",
     "flex": "torch's FlexAttention for the GPU, with block lists from longspan",
 }
 
@@ -31,7 +32,7 @@ def backend(name: str) -> Generator[None, None, None]:
     ValueError with the reason.
 
     Args:
-        name: ``auto``, ``reference``, ``torch``, ``native``, ``triton`` or ``flex``.
+        name: ``auto``, ``reference``, ``torch``, ``native``, ``triton``, ``fla`` or ``flex``.
 
     Raises:
         ValueError: the name is unknown.
@@ -144,8 +145,11 @@ def choose_backend(op: str, served: tuple[str, ...], why_not: dict[str, str], pr
     if why_not.get(name):
         raise ValueError(f"backend {name!r} cannot serve this call of {op}: {why_not[name]}")
     # Kernels for another device are no news; the reason that a user can act on is.
-    reasons = [reason for reason in why_not.values() if reason and reason not in OTHER_DEVICE]
-    log_backend(op, name, (reasons or list(why_not.values()) or [""])[0])
+    reasons = {kernels: reason for kernels, reason in why_not.items() if reason and reason not in OTHER_DEVICE}
+    if len(reasons) > 1:
+        log_backend(op, name, "; ".join(f"{kernels}: {reason}" for kernels, reason in reasons.items()))
+    else:
+        log_backend(op, name, (list(reasons.values()) or list(why_not.values()) or [""])[0])
     return name
 
 

@@ -1,0 +1,299 @@
+"""The backend fla: kernels of flash-linear-attention for recurrences that kernels of longspan do not serve.
+
+It uses ``chunk_gla`` for decay attention and ``chunk_kda`` for the delta rule, both with a decay per channel, on CUDA
+GPUs, if the package fla-core is installed. The first call of each kind compares the kernels with the torch form,
+values and gradients, on the device at hand; kernels that differ are not used.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..backends import forced_backend
+from ..operands import double_backward
+from ..tensors import unit
+from ..triton import unreadable
+from . import chunks
+from .prepared import prepared
+
+PACKAGE, NAME = "fla-core", "fla"
+OLDEST = (0, 6, 0)
+LARGEST = 256  # channels of a head
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+GLA, KDA = "chunk_gla", "chunk_kda"
+MODULES = {GLA: "fla.ops.gla", KDA: "fla.ops.kda"}
+# The log decay that stands for anything lower. The kernels add log decays up in float32, which must not lose the later
+# ones of a chunk; what e^-60 leaves of a state is invisible in every type that the kernels take.
+LOWEST = -60.0
+# Root mean square of the error of a tensor, relative to that of the tensor. Wrong kernels are off by more.
+TOLERANCES = {torch.float32: 0.01, torch.bfloat16: 0.03, torch.float16: 0.01}
+LEAVES = ("queries", "keys", "values", "log decays", "state", "beta")
+PARTS = ("output", "last state", *(f"gradient of {name}" for name in LEAVES))
+
+# Results of the first-use tests: the reason against a kind of call, empty if it passed.
+_tested: dict[tuple[Any, ...], str] = {}
+
+
+def why_not(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor,
+    log_decay: Tensor | None,
+    beta: Tensor | None,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    needed: bool = True,
+) -> str:
+    """Return why the kernels cannot serve these operands of ``gated.recur``; empty if they can.
+
+    Imports fla and tests its kernels on the first call of each kind, unless another form is faster (``needed`` is
+    False) and the backend is not forced.
+    """
+    if reason := unreadable(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens):
+        return reason
+    if log_decay is None or log_decay.dim() != 4:
+        return "it is used for decays per channel only"
+    if mask is not None or segments is not None:
+        return "it has no masks and no segments"
+    if torch.compiler.is_compiling():
+        return "its functions break the graph of torch.compile"
+    if v.dtype not in TYPES or q.dtype != v.dtype or k.dtype != v.dtype:
+        return "it takes float32, bfloat16 or float16, the same for queries, keys and values"
+    if torch.float64 in (log_decay.dtype, state.dtype, None if beta is None else beta.dtype):
+        return "it takes gates and states in float32 or less"
+    if v.dtype is torch.float32 and not torch.backends.cuda.matmul.allow_tf32:
+        return "it multiplies float32 in TF32, which torch.backends.cuda.matmul.allow_tf32 = False rules out"
+    if not (q.numel() and v.numel() and len(state)):
+        return "there is nothing to compute"
+    if max(q.shape[-1], v.shape[-1]) > LARGEST:
+        return f"it takes at most {LARGEST} channels a head"
+    name = GLA if beta is None else KDA
+    if name == GLA and q.shape[1] != v.shape[1]:
+        return f"{GLA} takes one query head per value head"
+    if not needed and forced_backend() != NAME:
+        return "longspan has a faster form of this call"
+    return missing() or _differs(name, q, v, packed=cu_seqlens is not None)
+
+
+def missing() -> str:
+    """Return why fla cannot be used here; empty if it can. Imports nothing."""
+    # The modules that ``longspan.compat.fla.install()`` puts under this name would call longspan again.
+    if type(sys.modules.get(NAME)).__module__.startswith("longspan."):
+        return "the modules named fla are those of longspan.compat.fla; call longspan.compat.fla.uninstall()"
+    return _version_reason()
+
+
+@functools.cache
+def _version_reason() -> str:
+    """Return why the installed version cannot be used; empty if it can."""
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{PACKAGE} is not installed"
+    oldest = ".".join(map(str, OLDEST))
+    # A pre-release such as 0.6.0rc1 counts as the version before it.
+    found = re.match(r"(\d+)\.(\d+)(?:\.(\d+))?(rc|a|b|\.?dev)?", version)
+    numbers = tuple(int(found[i] or 0) for i in (1, 2, 3)) if found else ()
+    if found is None or numbers < OLDEST or (numbers == OLDEST and found[4]):
+        return f"{PACKAGE} {version} is too old; install {oldest} or later"
+    return ""
+
+
+def _differs(name: str, q: Tensor, v: Tensor, *, packed: bool) -> str:
+    """Return why kernels cannot serve a kind of call, by a test at its first use; empty if they can."""
+    # The kernels are compiled for the chunk that the length gives.
+    chunk = min(64, max(16, 1 << (q.shape[2] - 1).bit_length()))
+    groups = v.shape[1] // q.shape[1]
+    kind = name, q.device, v.dtype, q.shape[-1], v.shape[-1], groups > 1, packed, chunk
+    if kind not in _tested:
+        if q.is_cuda and torch.cuda.is_current_stream_capturing():
+            return f"the first call of {name} tests it, which a CUDA graph cannot record; call it before the capture"
+        _tested[kind] = _test(name, q, v, groups=2 if groups > 1 else 1, packed=packed, chunk=chunk)
+    return _tested[kind]
+
+
+def _test(name: str, q: Tensor, v: Tensor, *, groups: int, packed: bool, chunk: int) -> str:
+    """Compare the kernels with the torch form in float64; return what is wrong."""
+    device, dtype, tokens = q.device, v.dtype, chunk - 3 if chunk < 64 else 150
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    keys, values, heads = q.shape[-1], v.shape[-1], 2 * groups
+    offsets = torch.tensor([0, tokens // 3, tokens // 3, tokens], device=device) if packed else None
+    batch, sequences = (1, 3) if packed else (2, 2)
+    decays = torch.nn.functional.logsigmoid(random(batch, heads, tokens, keys))
+    # Some channels are cleared.
+    decays[:, :, tokens // 2, ::3] = -torch.inf
+    given = [
+        random(batch, 2, tokens, keys).to(dtype),
+        torch.nn.functional.normalize(random(batch, 2, tokens, keys), dim=-1).to(dtype),
+        random(batch, heads, tokens, values).to(dtype),
+        decays,
+        random(sequences, heads, keys, values),
+    ]
+    if name == KDA:
+        given.append(torch.rand(batch, heads, tokens, generator=generator))
+    given = [t.to(device) for t in given]
+    scale = keys**-0.5
+    weights = [random(*given[2].shape).to(device, dtype), random(*given[4].shape).to(device)]
+
+    def found(run: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        outputs = run(*leaves, *([None] if name == GLA else []), scale=scale, offsets=offsets)
+        upstream = [w.to(o.dtype) for o, w in zip(outputs, weights, strict=True)]
+        return [*outputs, *torch.autograd.grad(outputs, leaves, upstream)]
+
+    package = f"{name} of {PACKAGE} {importlib.metadata.version(PACKAGE)}"
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            results = found(functools.partial(_run, name), given)
+            expected = found(_torch_form, [t.double() for t in given])
+    except Exception as error:  # whatever their compiler raises here
+        return f"{package} fails its test on this device: {type(error).__name__}: {str(error).strip()[:200]}"
+    for part, result, right in zip(PARTS, results, expected, strict=False):
+        error = ((result.double() - right).norm() / right.norm()).item()
+        if not error <= TOLERANCES[dtype]:
+            return (
+                f"{package} fails its test on this device: in {dtype}, D = {keys} and E = {values}, the {part} is off "
+                f"by {error:.1e}"
+            )
+    return ""
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    scale: float,
+    mask: None,
+    segments: None,
+    state: Tensor,
+    normalize: bool = False,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``gated.recur`` by fla: q, k (B,G,N,D), v (B,H,N,E) -> o (B,H,N,E) in v's dtype, state (B,H,D,E) float32.
+
+    Log decays below -60 count as -60. Normalized queries and keys are rounded to their dtype. Derivatives of higher
+    order are those of the torch form. Only for operands for which ``why_not`` is empty.
+    """
+    if normalize:
+        q, k = unit(q), unit(k)
+    return _Attend.apply(q, k, v, log_decay, state, beta, cu_seqlens, scale, torch.is_grad_enabled())
+
+
+class _Attend(torch.autograd.Function):
+    """Keeps the graph that fla makes, since its own backward pass has no derivatives, and would not say so."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        state: Tensor,
+        beta: Tensor | None,
+        offsets: Tensor | None,
+        scale: float,
+        grads: bool,
+    ) -> tuple[Tensor, Tensor]:
+        inputs = q, k, v, log_decay, state, beta
+        ctx.save_for_backward(*inputs, offsets)
+        ctx.scale, ctx.graph = scale, None
+        if not (grads and any(ctx.needs_input_grad)):
+            return _run(_name(beta), *inputs, offsets=offsets, scale=scale)
+        ctx.graph = _graph(inputs, ctx.needs_input_grad, offsets, scale)
+        o, end = ctx.graph[1]
+        return o.detach(), end.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
+        *inputs, offsets = ctx.saved_tensors
+        needed = ctx.needs_input_grad[: len(inputs)]
+        if torch.is_grad_enabled():
+            found = double_backward(_torch_form, inputs, upstream, offsets=offsets, scale=ctx.scale)
+            return (*found, None, None, None)
+        # A second backward pass through the same graph computes it again, so that the first can free its memory.
+        leaves, outputs = ctx.graph or _graph(inputs, needed, offsets, ctx.scale)
+        ctx.graph = None
+        wanted = [t for t, need in zip(leaves, needed, strict=True) if need and t is not None]
+        grads = iter(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True, materialize_grads=True))
+        return (*(next(grads) if need else None for need in needed), None, None, None)
+
+
+def _graph(
+    inputs: Sequence[Any], needed: Sequence[bool], offsets: Tensor | None, scale: float
+) -> tuple[list[Any], tuple[Tensor, Tensor]]:
+    """Return inputs as leaves of a new graph, and the outputs of fla on them."""
+    leaves: list[Any] = []
+    for t, need in zip(inputs, needed, strict=False):
+        leaves.append(None if t is None else t.detach().requires_grad_(need))
+    with torch.enable_grad():
+        return leaves, _run(_name(inputs[5]), *leaves, offsets=offsets, scale=scale)
+
+
+def _name(beta: Tensor | None) -> str:
+    return GLA if beta is None else KDA
+
+
+def _run(
+    name: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    beta: Tensor | None,
+    *,
+    offsets: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """Call fla in its layout (B,N,H,...)."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    options: dict[str, Any] = {"g": log_decay.float().clamp(min=LOWEST).transpose(1, 2)}
+    if beta is not None:
+        options["beta"] = beta.float().transpose(1, 2)
+    if offsets is not None:
+        options["cu_seqlens"] = offsets.long()
+    o, end = _function(name)(q, k, v, scale=scale, initial_state=state, output_final_state=True, **options)
+    return o.transpose(1, 2), end
+
+
+@functools.cache
+def _function(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    with warnings.catch_warnings():
+        # Advice of fla on versions of Python and Triton, which changes nothing that the test at first use sees.
+        warnings.simplefilter("ignore")
+        return getattr(importlib.import_module(MODULES[name]), name)
+
+
+def _torch_form(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    state: Tensor,
+    beta: Tensor | None,
+    *,
+    offsets: Tensor | None,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The same from operations of torch, with derivatives of any order."""
+    options: dict[str, Any] = {"mask": None, "segments": None, "normalize": False, "cu_seqlens": offsets}
+    return prepared(chunks.composed, q, k, v, log_decay, beta, state, scale=scale, **options)
