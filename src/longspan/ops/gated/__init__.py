@@ -16,13 +16,13 @@ from ..native import call
 from ..operands import check_donation, check_scale, check_stored, materialize_neg, same_device, transformed, zero_masked
 from ..packed import check_packed
 from ..tensors import per_root, upcast_half
-from . import chunks, exported, triton
+from . import chunks, exported, fla, triton
 from . import native as kernels
 from .decays import LOWEST
 from .prepared import NORMS, prepared
 
 SUM, DECAY, DELTA = "a running sum of outer products", "decay attention", "the delta rule"
-SERVED = ("reference", "torch", "native", "triton")
+SERVED = ("reference", "torch", "native", "triton", "fla")
 
 
 @overload
@@ -373,13 +373,18 @@ def recur(
     options: dict[str, Any] = {"log_decay": log_decay, "beta": beta, "state": state, "scale": factor, "mask": mask}
     options |= {"segments": segments, "normalize": normalize is not None, "cu_seqlens": cu_seqlens}
     token = q.shape[2] == 1 and cu_seqlens is None
+    ours = triton.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens)
+    needed = ours != "" and not token
     why_not = {
-        "triton": triton.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens),
+        "triton": ours,
+        "fla": fla.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens, needed=needed),
         "native": call.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens, family="gated"),
     }
     match choose_backend(op, SERVED, why_not, prefer="torch" if token else ""):
         case "triton":
             return triton.attend(q, k, v, **options)
+        case "fla":
+            return fla.attend(q, k, v, **options)
         case "native":
             return kernels.attend(q, k, v, **options)
         case "reference":
