@@ -282,6 +282,7 @@ class TestFamilies:
             "linear": lambda: longspan.build("linear", 8, 2)(torch.randn(1, 5, 8)),
             "gated": lambda: gated.recur(x, x, x, beta=torch.ones(1, 2, 5)),
             "convolution": lambda: convolution.convolve(x[0, :, :, :2], weights),
+            "scan": lambda: longspan.diagonal_scan(x[0], -torch.ones(2, 5, 4)),
             "pattern": lambda: sparse.native.why_not(x, x, x),
             "decode": lambda: Engine.why_not(Decoder(DecoderConfig(vocab=2, length=2, dim=8, heads=2, depth=1))),
         }
