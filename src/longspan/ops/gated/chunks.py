@@ -10,26 +10,33 @@ With G_i the sum of the log decays of a chunk up to token i, and S the state bef
 and V' = V without the delta rule (Yang et al. 2024, 2406.06484, eqs 7-11, and 2412.06464, section 3.3; Kimi Team 2025,
 2510.26692, section 3). No exponent is positive if no log decay is, and e^-G is never formed.
 
+The states come from one of three forms. On a CPU a loop over chunks is the fastest. On a GPU each operation of a loop
+is a launch, so pairs of chunks are joined, pairs of pairs, and so on (``pairs``); or one Triton kernel does the whole
+loop (``ops/triton/delta.py``).
+
 Axes: B batch, G query and key heads, R value heads per key head, L chunks of a span, C tokens of a chunk.
 Queries and keys are (B,G,1,L,C,D), values (B,G,R,L,C,E), log decays (B,G,R,L,C,1 or D), states (B,G,R,D,E).
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import triton
 from ..operands import double_backward, needs_autograd
 from ..segments import borders_of, cut
-from . import decay_per_head
+from . import decay_per_head, pairs
 from .decay_per_channel import before_here, from_here_on, halved, halved_backward, running
 from .decays import LOWEST, faded
 
 CHUNK = 64
 SPAN = 8192  # tokens of a span, over all rows and heads
 GROUP = 32  # chunks whose states form one product
+
+Form = Literal["loop", "pairs", "triton"]  # how the states of a span are computed
 
 
 def attend(
@@ -44,13 +51,14 @@ def attend(
     segments: Tensor | None,
     state: Tensor,
     chunk: int = CHUNK,
+    kernels: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``gated.recur`` in chunks; ``chunk`` is a power of two.
+    """``gated.recur`` in chunks; ``chunk`` is a power of two. With ``kernels`` Triton computes the states.
 
     Time is O(N (D E + C (D + E))); a decay per channel adds D log C exponentials per token. Beyond inputs, output and
     gradients, memory is that of one span, and of D E numbers per span for the backward pass.
     """
-    return _Attend.apply(q, k, v, log_decay, beta, state, mask, segments, scale, chunk)
+    return _Attend.apply(q, k, v, log_decay, beta, state, mask, segments, scale, chunk, kernels)
 
 
 class _Attend(torch.autograd.Function):
@@ -67,12 +75,13 @@ class _Attend(torch.autograd.Function):
         segments: Tensor | None,
         scale: float,
         chunk: int,
+        kernels: bool,
     ) -> tuple[Tensor, Tensor]:
         # One operation for torch.compile, since tracing its inside gains nothing.
         run = _forward_op if torch.compiler.is_compiling() else _forward
-        o, end, starts = run(q, k, v, log_decay, beta, state, mask, segments, scale, chunk)
+        o, end, starts = run(q, k, v, log_decay, beta, state, mask, segments, scale, chunk, kernels)
         ctx.save_for_backward(q, k, v, log_decay, beta, state, mask, segments, starts)
-        ctx.options = scale, chunk
+        ctx.options = scale, chunk, kernels
         return o, end
 
     @staticmethod
@@ -80,20 +89,22 @@ class _Attend(torch.autograd.Function):
         grad, grad_end = upstream
         *inputs, mask, segments, starts = ctx.saved_tensors
         if torch.is_grad_enabled():
-            options = dict(zip(("mask", "segments", "scale", "chunk"), (mask, segments, *ctx.options), strict=True))
+            scale, chunk, _ = ctx.options
+            options: dict[str, Any] = {"mask": mask, "segments": segments, "scale": scale, "chunk": chunk}
             grads = double_backward(composed, inputs, (grad, grad_end), **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             given: tuple[Any, ...] = (*inputs, mask, segments, starts, *ctx.options)
             found = iter(run(grad, grad_end, *given))
             grads = [None if t is None else next(found) for t in inputs]
-        return (*grads, None, None, None, None)
+        return (*grads, None, None, None, None, None)
 
 
 @dataclass
 class Span:
     """The chunks of a span in float32 or float64, with the factors of decay and segments."""
 
+    form: Form
     q: Tensor
     k: Tensor
     v: Tensor
@@ -134,6 +145,7 @@ def _span(
     mask: Tensor | None,
     segments: Tensor | None,
     wide: torch.dtype,
+    form: Form,
 ) -> Span:
     """Return the span at ``place`` (start, chunks, tokens per chunk), padded with tokens that have no effect."""
     start, count, width = place
@@ -148,7 +160,7 @@ def _span(
         x = x.unflatten(2, (count, width)).unflatten(1, (groups, x.shape[1] // groups))
         return (F.pad(x, (0, 0, 0, more)) if more else x).contiguous()
 
-    span = Span(chunks(q), chunks(k), chunks(v), None, None, None, None, None, None, None)
+    span = Span(form, chunks(q), chunks(k), chunks(v), None, None, None, None, None, None, None)
     if beta is not None:
         span.beta = chunks(beta[..., None])
     borders = None
@@ -184,12 +196,24 @@ def _fading(total: Tensor, wide: torch.dtype) -> Tensor:
     )  # above the diagonal they could overflow
 
 
+def _on_gpu(x: Tensor) -> bool:
+    """Return whether to plan for few launches instead of small intermediate results."""
+    return x.is_cuda
+
+
+def _form(q: Tensor, kernels: bool) -> Form:
+    return "triton" if kernels else "pairs" if _on_gpu(q) else "loop"
+
+
 def _values(span: Span) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return U, W and the lower triangle of T for the delta rule; V, None and None without it."""
+    """Return U, W and the lower triangle of T, or T^-1 on a GPU, for the delta rule; V, None and None without it."""
     if span.beta is None:
         return span.v, None, None
     triangle = span.beta * span.products(span.k, span.k)
     right = [span.v * span.beta, (times(span.k, span.entering) * span.beta).expand(*span.v.shape[:-1], -1)]
+    if span.form != "loop":
+        inverse = pairs.inverted(triangle)
+        return inverse @ right[0], inverse @ right[1], inverse
     solved = torch.linalg.solve_triangular(triangle, torch.cat(right, -1), upper=False, unitriangular=True)
     u, w = solved.split([span.v.shape[-1], span.k.shape[-1]], -1)
     return u, w, triangle
@@ -197,9 +221,17 @@ def _values(span: Span) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 def _states(span: Span, u: Tensor, w: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the states before the chunks (B,G,R,L,D,E), the state after the last chunk, and V' (B,G,R,L,C,E)."""
-    keys = times(span.k, span.leaving).mT
+    keys = times(span.k, span.leaving)
     if w is None and span.log_decays is None:
-        return *_sums(keys @ u, span.whole, state), u
+        return *_sums(keys.mT @ u, span.whole, state), u
+    if span.form == "triton":
+        return _scanned(span, u, w, keys, state)
+    if span.form == "pairs":
+        if w is None:
+            return *pairs.chain(span.whole, keys.mT @ u, state), u
+        states, state = pairs.chain(pairs.transition(keys, w, span.whole), keys.mT @ u, state)
+        return states, state, u - w @ states
+    keys = keys.mT
     parts = keys @ u if w is None else None
     states, values = [], []
     for i in range(u.shape[3]):
@@ -212,6 +244,31 @@ def _states(span: Span, u: Tensor, w: Tensor | None, state: Tensor) -> tuple[Ten
             values.append(u[:, :, :, i] - w[:, :, :, i] @ state)
             state = kept + keys[:, :, :, i] @ values[-1]
     return torch.stack(states, 3), state, u if w is None else torch.stack(values, 3)
+
+
+def _scanned(
+    span: Span, u: Tensor, w: Tensor | None, keys: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``_states`` by one Triton kernel."""
+    from ..triton import delta
+
+    operands = _flat(u), None if w is None else _flat(w), *_carried(span, keys), state.flatten(0, 2).contiguous()
+    states, end, values = delta.forward(*operands, precision=triton.precision(u.dtype))
+    rows = u.shape[:4]
+    return states.view(*rows, *states.shape[2:]), end.view(*rows[:3], *end.shape[1:]), values.view(u.shape)
+
+
+def _carried(span: Span, keys: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return keys (.,L,C,D) and the remaining shares (B G R,L,1|D) for a kernel."""
+    whole = span.whole
+    if whole is not None:
+        whole = whole.mT.expand(*span.v.shape[:4], 1, -1)[..., 0, :].flatten(0, 2).contiguous()
+    return _flat(keys), whole
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Flatten rows and heads: (B,G,R,L,C,.) -> (B G R,L,C,.), contiguous."""
+    return x.flatten(0, 2).contiguous()
 
 
 def _sums(parts: Tensor, whole: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -261,18 +318,8 @@ def _retreat(
     read, keys = times(q, span.entering), times(k, span.leaving)
     inside = span.products(q, k)
 
-    # The states, from the last chunk to the first; ``ahead`` is the gradient of the state after each.
     grad_values, from_read = inside.mT @ grad, read.mT @ grad
-    ahead, found = [], []
-    for i in reversed(range(grad.shape[3])):
-        ahead.append(after)
-        before = from_read[:, :, :, i] + (after if span.whole is None else after * span.whole[:, :, :, i])
-        if w is not None:
-            found.append(grad_values[:, :, :, i] + keys[:, :, :, i] @ after)
-            before = before - w[:, :, :, i].mT @ found[-1]
-        after = before
-    ahead = torch.stack(ahead[::-1], 3)
-    grad_values = grad_values + keys @ ahead if w is None else torch.stack(found[::-1], 3)
+    ahead, after, grad_values = _states_backward(span, grad_values, from_read, w, keys, after)
 
     dq, dk, decay = span.products_backward(grad @ values.mT, q, k, inside)
     from_read, out = times(grad @ states.mT, span.entering), times(values @ ahead.mT, span.leaving)
@@ -281,7 +328,10 @@ def _retreat(
         assert w is not None
         assert beta is not None
         right = torch.cat([grad_values, -grad_values @ states.mT], -1)
-        right = torch.linalg.solve_triangular(triangle.mT, right, upper=True, unitriangular=True)
+        if span.form == "loop":
+            right = torch.linalg.solve_triangular(triangle.mT, right, upper=True, unitriangular=True)
+        else:
+            right = triangle.mT @ right
         slopes = (-right @ torch.cat([u, w], -1).mT).tril(-1)
         dv, dw = right.split([u.shape[-1], w.shape[-1]], -1)
         entering, products = times(k, span.entering), span.products(k, k)
@@ -300,11 +350,61 @@ def _retreat(
     return dq, dk, dv, decay + from_here_on(reads) + before_here(writes) + kept, dbeta, after
 
 
+def _states_backward(
+    span: Span, grad_values: Tensor, from_read: Tensor, w: Tensor | None, keys: Tensor, after: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of the states after the chunks (B,G,R,L,D,E), of the first state, and of V'.
+
+    grad_values (B,G,R,L,C,E) is the gradient of V' from inside its chunk, from_read (B,G,R,L,D,E) that of the states
+    before the chunks from the outputs, ``after`` (B,G,R,D,E) that of the last state.
+    """
+    if span.form == "triton":
+        return _scanned_backward(span, grad_values, from_read, w, keys, after)
+    if span.form == "pairs":
+        if w is None:
+            ahead, first = pairs.chain(span.whole, from_read, after, reverse=True)
+            return ahead, first, grad_values + keys @ ahead
+        moves = pairs.transition(w, keys, span.whole)
+        ahead, first = pairs.chain(moves, from_read - w.mT @ grad_values, after, reverse=True)
+        return ahead, first, grad_values + keys @ ahead
+    # From the last chunk to the first; ``ahead`` is the gradient of the state after each.
+    ahead, found = [], []
+    for i in reversed(range(grad_values.shape[3])):
+        ahead.append(after)
+        before = from_read[:, :, :, i] + (after if span.whole is None else after * span.whole[:, :, :, i])
+        if w is not None:
+            found.append(grad_values[:, :, :, i] + keys[:, :, :, i] @ after)
+            before = before - w[:, :, :, i].mT @ found[-1]
+        after = before
+    ahead = torch.stack(ahead[::-1], 3)
+    return ahead, after, grad_values + keys @ ahead if w is None else torch.stack(found[::-1], 3)
+
+
+def _scanned_backward(
+    span: Span, grad_values: Tensor, from_read: Tensor, w: Tensor | None, keys: Tensor, after: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``_states_backward`` by one Triton kernel."""
+    from ..triton import delta
+
+    rows = grad_values.shape[:4]
+    grads, last = (_flat(grad_values), _flat(from_read)), after.flatten(0, 2).contiguous()
+    found = delta.backward(
+        *grads,
+        None if w is None else _flat(w),
+        *_carried(span, keys),
+        last,
+        precision=triton.precision(after.dtype),
+    )
+    ahead, first, values = found
+    ahead, first, values = ahead.view(from_read.shape), first.view(after.shape), values.view(grad_values.shape)
+    return ahead, first, values + keys @ ahead if w is None else values
+
+
 def _chunk_spans(q: Tensor, v: Tensor, beta: Tensor | None, chunk: int) -> list[tuple[int, int, int]]:
     n = q.shape[2]
     tokens = SPAN // max(v.shape[0] * v.shape[1], 1)
     # Without the delta rule the states of a span form one product, quadratic in the number of chunks.
-    return cut(n, chunk, n if q.is_cuda else tokens if beta is not None else min(tokens, GROUP * chunk))
+    return cut(n, chunk, n if _on_gpu(q) else tokens if beta is not None else min(tokens, GROUP * chunk))
 
 
 def _forward(
@@ -318,11 +418,12 @@ def _forward(
     segments: Tensor | None,
     scale: float,
     chunk: int,
+    kernels: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), the state before each span but the first."""
-    places = _chunk_spans(q, v, beta, chunk)
+    places, form = _chunk_spans(q, v, beta, chunk), _form(q, kernels)
     with torch.autocast(q.device.type, enabled=False):
-        if beta is None and log_decay is not None and log_decay.dim() == 3 and q.device.type == "cpu":
+        if beta is None and log_decay is not None and log_decay.dim() == 3 and form == "loop":
             o, end, starts = decay_per_head.forward(q, k, v, log_decay, state, mask, segments, scale, places)
         else:
             o, starts = torch.empty_like(v), state.new_empty(len(places) - 1, *state.shape)
@@ -330,7 +431,8 @@ def _forward(
             for i, place in enumerate(places):
                 if i > 0:
                     starts[i - 1] = end.flatten(1, 2)
-                out, end = _advance(_span(place, (q, k, v, log_decay, beta), mask, segments, state.dtype), end, scale)
+                span = _span(place, (q, k, v, log_decay, beta), mask, segments, state.dtype, form)
+                out, end = _advance(span, end, scale)
                 _store(o, out, place)
             end = end.flatten(1, 2).contiguous()
     if mask is not None:
@@ -358,18 +460,19 @@ def _backward(
     starts: Tensor,
     scale: float,
     chunk: int,
+    kernels: bool,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, of log_decay and beta if given, and of the first state."""
     places, wide, groups = _chunk_spans(q, v, beta, chunk), state.dtype, k.shape[1]
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     ddecay, dbeta = (None if t is None else torch.empty_like(t) for t in (log_decay, beta))
-    hidden = None if mask is None else ~mask[:, None, :, None]
+    hidden, form = None if mask is None else ~mask[:, None, :, None], _form(q, kernels)
     after = grad_end.unflatten(1, (groups, -1))
     with torch.autocast(q.device.type, enabled=False):
         for i in reversed(range(len(places))):
             place = places[i]
-            span = _span(place, (q, k, v, log_decay, beta), mask, segments, wide)
-            upstream = _span(place, (q, k, grad, None, None), mask, None, wide).v * scale
+            span = _span(place, (q, k, v, log_decay, beta), mask, segments, wide, form)
+            upstream = _span(place, (q, k, grad, None, None), mask, None, wide, form).v * scale
             start = (starts[i - 1] if i > 0 else state).unflatten(1, (groups, -1))
             *parts, decay, rate, after = _retreat(span, start, upstream, after, decays=log_decay is not None)
             for into, part in zip((dq, dk), parts, strict=False):
@@ -400,10 +503,11 @@ def composed(
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """The forward pass from operations with derivatives of any order."""
-    end, out = state.unflatten(1, (k.shape[1], -1)), []
+    end, out, form = state.unflatten(1, (k.shape[1], -1)), [], _form(q, False)
     with torch.autocast(q.device.type, enabled=False):
         for place in _chunk_spans(q, v, beta, chunk):
-            part, end = _advance(_span(place, (q, k, v, log_decay, beta), mask, segments, state.dtype), end, scale)
+            span = _span(place, (q, k, v, log_decay, beta), mask, segments, state.dtype, form)
+            part, end = _advance(span, end, scale)
             out.append(part[..., : place[2], :].flatten(3, 4).flatten(1, 2))
     o = torch.cat(out, 2).to(v.dtype)
     return o if mask is None else o.masked_fill(~mask[:, None, :, None], 0.0), end.flatten(1, 2)
@@ -425,6 +529,7 @@ def _(
     segments: Tensor | None,
     scale: float,
     chunk: int,
+    kernels: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     starts = state.new_empty(len(_chunk_spans(q, v, beta, chunk)) - 1, *state.shape)
     return torch.empty_like(v), torch.empty_like(state, memory_format=torch.contiguous_format), starts
@@ -445,6 +550,7 @@ def _(
     starts: Tensor,
     scale: float,
     chunk: int,
+    kernels: bool,
 ) -> list[Tensor]:
     found = [torch.empty_like(t) for t in (q, k, v, log_decay, beta) if t is not None]
     return [*found, torch.empty_like(state, memory_format=torch.contiguous_format)]

@@ -25,7 +25,7 @@ def halved(a: Tensor, b: Tensor, log_decays: Tensor) -> Tensor:
     out = torch.diag_embed(diagonal)
     for size, risen, fallen in _fades(log_decays):
         rows, columns = _halves(a, size)[..., 1, :, :] * risen, _halves(b, size)[..., 0, :, :] * fallen
-        _blocks(out, size).copy_(rows @ columns.mT)
+        lower_blocks(out, size).copy_(rows @ columns.mT)
     return out
 
 
@@ -50,7 +50,7 @@ def halved_backward(grad: Tensor, a: Tensor, b: Tensor, log_decays: Tensor) -> t
     decay = torch.zeros_like(da)
     for size, risen, fallen in _fades(log_decays):
         rows, columns = _halves(a, size)[..., 1, :, :], _halves(b, size)[..., 0, :, :]
-        block = _blocks(grad, size)
+        block = lower_blocks(grad, size)
         later, earlier = risen * (block @ (columns * fallen)), fallen * (block.mT @ (rows * risen))
         _halves(da, size)[..., 1, :, :] += later
         _halves(db, size)[..., 0, :, :] += earlier
@@ -107,7 +107,7 @@ def _halves(x: Tensor, size: int) -> Tensor:
     return x.unflatten(-2, (-1, 2, size))
 
 
-def _blocks(x: Tensor, size: int) -> Tensor:
+def lower_blocks(x: Tensor, size: int) -> Tensor:
     """View the products of second and first halves of blocks of 2s tokens: (...,C,C) -> (...,C/2s,s,s)."""
     rows = _halves(x, size)[..., 1, :, :].unflatten(-1, (-1, 2, size))[..., 0, :]  # (...,M,s,M,s)
     return rows.diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
