@@ -19,12 +19,33 @@ from . import interpreted
 
 
 @triton.jit
-def _whole(whole, row, i, chunks, keys, DECAY: tl.constexpr, BD: tl.constexpr):  # pyright: ignore
-    """Return the share of the state that remains after chunk i, (BD,1)."""
-    if DECAY == 1:
-        return tl.zeros([BD, 1], tl.float32) + tl.load(whole + row * chunks + i)
-    d = tl.arange(0, BD)
-    return tl.load(whole + (row * chunks + i) * keys + d, mask=d < keys, other=0.0)[:, None]
+def _tile(rows, columns, row_stride, column_stride, height, width):  # pyright: ignore
+    """Return offsets and mask of a tile of a matrix (height,width)."""
+    at = rows[:, None] * row_stride + columns[None, :] * column_stride
+    return at, (rows[:, None] < height) & (columns[None, :] < width)
+
+
+@triton.jit
+def _load(x, rows, columns, row_stride, column_stride, height, width):  # pyright: ignore
+    at, inside = _tile(rows, columns, row_stride, column_stride, height, width)
+    return tl.load(x + at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _store(x, value, rows, columns, row_stride, height, width):  # pyright: ignore
+    at, inside = _tile(rows, columns, row_stride, 1, height, width)
+    tl.store(x + at, value, mask=inside)
+
+
+@triton.jit
+def _decayed(state, whole, row, d, channels, DECAY: tl.constexpr):  # pyright: ignore
+    """Return the state (BD,BE) of channels d times its remaining share after the chunk ``row``."""
+    if DECAY == 0:
+        return state
+    elif DECAY == 1:
+        return state * tl.load(whole + row)
+    else:
+        return state * tl.load(whole + row * channels + d, mask=d < channels, other=0.0)[:, None]
 
 
 @triton.jit
@@ -48,37 +69,47 @@ def forward_kernel(  # pyright: ignore
     BC: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
+    TWO: tl.constexpr,  # whether the key channels are two blocks of BD
     PREC: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     c, d, e = tl.arange(0, BC), tl.arange(0, BD), tl.program_id(1) * BE + tl.arange(0, BE)
-    token_value = c[:, None] * size + e[None, :]
-    token_key = c[:, None] * channels + d[None, :]
-    key_token = c[None, :] * channels + d[:, None]
-    key_value = d[:, None] * size + e[None, :]
-    is_token_value = (c[:, None] < width) & (e[None, :] < size)
-    is_token_key = (c[:, None] < width) & (d[None, :] < channels)
-    is_key_token = (c[None, :] < width) & (d[:, None] < channels)
-    is_key_value = (d[:, None] < channels) & (e[None, :] < size)
+    dd = BD + d
     u += row * chunks * width * size
     values += row * chunks * width * size
     w += row * chunks * width * channels
     keys += row // share * chunks * width * channels
     states += row * chunks * channels * size
-    state = tl.load(first + row * channels * size + key_value, mask=is_key_value, other=0.0)
+    first += row * channels * size
+    end += row * channels * size
+    state = _load(first, d, e, size, 1, channels, size)
+    if TWO:
+        more = _load(first, dd, e, size, 1, channels, size)
     for i in range(0, chunks if TURNS == 0 else TURNS):
-        at = tl.cast(i, tl.int64)
-        tl.store(states + at * channels * size + key_value, state, mask=is_key_value)
-        key = tl.load(keys + at * width * channels + key_token, mask=is_key_token, other=0.0)
-        new = tl.load(u + at * width * size + token_value, mask=is_token_value, other=0.0)
+        here = row * chunks + i
+        new = _load(u, c, e, size, 1, width, size)
+        _store(states, state, d, e, size, channels, size)
         if DELTA:
-            read = tl.load(w + at * width * channels + token_key, mask=is_token_key, other=0.0)
-            new -= tl.dot(read, state, input_precision=PREC)
-            tl.store(values + at * width * size + token_value, new, mask=is_token_value)
-        if DECAY != 0:
-            state *= _whole(whole, row, at, chunks, channels, DECAY, BD)
-        state += tl.dot(key, new, input_precision=PREC)
-    tl.store(end + row * channels * size + key_value, state, mask=is_key_value)
+            new -= tl.dot(_load(w, c, d, channels, 1, width, channels), state, input_precision=PREC)
+        if TWO:
+            _store(states, more, dd, e, size, channels, size)
+            if DELTA:
+                new -= tl.dot(_load(w, c, dd, channels, 1, width, channels), more, input_precision=PREC)
+        if DELTA:
+            _store(values, new, c, e, size, width, size)
+        key = _load(keys, d, c, 1, channels, channels, width)
+        state = _decayed(state, whole, here, d, channels, DECAY) + tl.dot(key, new, input_precision=PREC)
+        if TWO:
+            key = _load(keys, dd, c, 1, channels, channels, width)
+            more = _decayed(more, whole, here, dd, channels, DECAY) + tl.dot(key, new, input_precision=PREC)
+        u += width * size
+        values += width * size
+        w += width * channels
+        keys += width * channels
+        states += channels * size
+    _store(end, state, d, e, size, channels, size)
+    if TWO:
+        _store(end, more, dd, e, size, channels, size)
 
 
 @triton.jit
@@ -103,42 +134,52 @@ def backward_kernel(  # pyright: ignore
     BC: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
+    TWO: tl.constexpr,
     PREC: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     c, d, e = tl.arange(0, BC), tl.arange(0, BD), tl.program_id(1) * BE + tl.arange(0, BE)
-    token_value = c[:, None] * size + e[None, :]
-    token_key = c[:, None] * channels + d[None, :]
-    key_token = c[None, :] * channels + d[:, None]
-    key_value = d[:, None] * size + e[None, :]
-    is_token_value = (c[:, None] < width) & (e[None, :] < size)
-    is_token_key = (c[:, None] < width) & (d[None, :] < channels)
-    is_key_token = (c[None, :] < width) & (d[:, None] < channels)
-    is_key_value = (d[:, None] < channels) & (e[None, :] < size)
-    upstream += row * chunks * width * size
-    values += row * chunks * width * size
-    w += row * chunks * width * channels
-    keys += row // share * chunks * width * channels
-    reads += row * chunks * channels * size
-    ahead += row * chunks * channels * size
-    state = tl.load(after + row * channels * size + key_value, mask=is_key_value, other=0.0)
+    dd = BD + d
+    # All pointers start at the last chunk.
+    last = row * chunks + chunks - 1
+    upstream += last * width * size
+    values += last * width * size
+    w += last * width * channels
+    keys += (row // share * chunks + chunks - 1) * width * channels
+    reads += last * channels * size
+    ahead += last * channels * size
+    after += row * channels * size
+    before += row * channels * size
+    state = _load(after, d, e, size, 1, channels, size)
+    if TWO:
+        more = _load(after, dd, e, size, 1, channels, size)
     for i in range(0, chunks if TURNS == 0 else TURNS):
-        at = chunks - 1 - tl.cast(i, tl.int64)
-        tl.store(ahead + at * channels * size + key_value, state, mask=is_key_value)
-        lower = tl.load(reads + at * channels * size + key_value, mask=is_key_value, other=0.0)
-        if DECAY != 0:
-            lower += state * _whole(whole, row, at, chunks, channels, DECAY, BD)
-        else:
-            lower += state
+        here = last - i
+        _store(ahead, state, d, e, size, channels, size)
         if DELTA:
-            key = tl.load(keys + at * width * channels + token_key, mask=is_token_key, other=0.0)
-            new = tl.load(upstream + at * width * size + token_value, mask=is_token_value, other=0.0)
-            new += tl.dot(key, state, input_precision=PREC)
-            tl.store(values + at * width * size + token_value, new, mask=is_token_value)
-            read = tl.load(w + at * width * channels + key_token, mask=is_key_token, other=0.0)
-            lower -= tl.dot(read, new, input_precision=PREC)
-        state = lower
-    tl.store(before + row * channels * size + key_value, state, mask=is_key_value)
+            new = _load(upstream, c, e, size, 1, width, size)
+            new += tl.dot(_load(keys, c, d, channels, 1, width, channels), state, input_precision=PREC)
+        if TWO:
+            _store(ahead, more, dd, e, size, channels, size)
+            if DELTA:
+                new += tl.dot(_load(keys, c, dd, channels, 1, width, channels), more, input_precision=PREC)
+        state = _decayed(state, whole, here, d, channels, DECAY) + _load(reads, d, e, size, 1, channels, size)
+        if TWO:
+            more = _decayed(more, whole, here, dd, channels, DECAY) + _load(reads, dd, e, size, 1, channels, size)
+        if DELTA:
+            _store(values, new, c, e, size, width, size)
+            state -= tl.dot(_load(w, d, c, 1, channels, channels, width), new, input_precision=PREC)
+            if TWO:
+                more -= tl.dot(_load(w, dd, c, 1, channels, channels, width), new, input_precision=PREC)
+        upstream -= width * size
+        values -= width * size
+        w -= width * channels
+        keys -= width * channels
+        reads -= channels * size
+        ahead -= channels * size
+    _store(before, state, d, e, size, channels, size)
+    if TWO:
+        _store(before, more, dd, e, size, channels, size)
 
 
 class Tiles(NamedTuple):
@@ -152,11 +193,11 @@ class Tiles(NamedTuple):
 def tiles(channels: int, size: int) -> Tiles:
     """Return the tiles for D key channels and E value channels.
 
-    What a program loads for a chunk lies in shared memory, twice with two stages, with the state beside it: with 128
-    key channels that fits into the 163 kB of compute capability 8.0 only once.
+    The products of float32 as three of TF32 need many registers. More than 64 key channels are therefore two blocks of
+    64, and a program has half as many value channels.
     """
-    block = min(32, max(16, triton.next_power_of_2(size)))
-    return Tiles(block, 4, 2 if channels <= 64 else 1)
+    narrow = channels <= 64
+    return Tiles(min(32 if narrow else 16, max(16, triton.next_power_of_2(size))), 4 if narrow else 8, 2)
 
 
 def forward(
@@ -252,7 +293,8 @@ def _constants(
         "DECAY": 0 if whole is None else 1 if whole.shape[-1] == 1 else 2,
         "TURNS": u.shape[1] if interpreted() else 0,
         "BC": max(16, triton.next_power_of_2(u.shape[2])),
-        "BD": max(16, triton.next_power_of_2(keys.shape[-1])),
+        "BD": min(64, max(16, triton.next_power_of_2(keys.shape[-1]))),
+        "TWO": keys.shape[-1] > 64,
         "BE": tile.value_block,
         "PREC": precision,
         "num_warps": tile.warps,
