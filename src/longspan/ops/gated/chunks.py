@@ -35,6 +35,9 @@ from .decays import LOWEST, faded
 CHUNK = 64
 SPAN = 8192  # tokens of a span, over all rows and heads
 GROUP = 32  # chunks whose states form one product
+# Tokens of a span on a GPU, over all rows and heads. A span takes up to some hundred launches, which cost as much as the
+# work on this many tokens; its intermediate results take about 4 kB per token, for D = E = 64.
+TOGETHER = 2**18
 
 Form = Literal["loop", "pairs", "triton"]  # how the states of a span are computed
 
@@ -401,10 +404,12 @@ def _scanned_backward(
 
 
 def _chunk_spans(q: Tensor, v: Tensor, beta: Tensor | None, chunk: int) -> list[tuple[int, int, int]]:
-    n = q.shape[2]
-    tokens = SPAN // max(v.shape[0] * v.shape[1], 1)
+    n, rows = q.shape[2], max(v.shape[0] * v.shape[1], 1)
+    if _on_gpu(q):
+        return cut(n, chunk, max(TOGETHER // rows, 8 * chunk))
+    tokens = SPAN // rows
     # Without the delta rule the states of a span form one product, quadratic in the number of chunks.
-    return cut(n, chunk, n if _on_gpu(q) else tokens if beta is not None else min(tokens, GROUP * chunk))
+    return cut(n, chunk, tokens if beta is not None else min(tokens, GROUP * chunk))
 
 
 def _forward(

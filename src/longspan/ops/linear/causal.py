@@ -24,6 +24,10 @@ CHUNK = 64  # tokens whose products form one small matrix
 SPAN = 1024  # tokens of a span, at most
 # Chunks of a span on a GPU for packed sequences, whose states are summed by a matrix of (G+1)^2 numbers.
 PACKED = 128
+# Tokens of a span on a GPU, of all rows and heads together: about a quarter of all, so that its buffers, nine times as
+# large as its share of the inputs, take about twice the memory of the inputs. With fewer than the least, a launch costs
+# more than its work; with more than the most, launches are few enough.
+PARTS, LEAST, MOST = 4, 2**15, 2**18
 
 
 def attend(
@@ -41,9 +45,10 @@ def attend(
     """Causal, normalized linear attention: o_t = S_t^T phi(q_t) / (z_t . phi(q_t) + eps).
 
     Time is O(N (D E + C (D + E))). Beyond inputs, output and gradients, memory is that of one span, and of D E numbers
-    per span for the backward pass. On a GPU all chunks form one span, which needs few launches. Sequences of at most
-    2 (C + D E / (D + E)) tokens use the quadratic form. Up to half of that, it needs fewer operations than the chunks;
-    up to all of that, it is faster because it has fewer steps.
+    per span for the backward pass. On a GPU a sequence is about four spans, which need few launches, and operands of
+    products are rounded to bfloat16 if the inputs are bfloat16; sums stay in float32. Sequences of at most
+    2 (C + D E / (D + E)) tokens use the quadratic form, on a GPU only small ones, since it takes more memory. Up to half
+    of that, it needs fewer operations than the chunks; up to all of that, it is faster because it has fewer steps.
 
     Args:
         q: (B,H,N,D), before the feature map, of any strides.
@@ -63,7 +68,8 @@ def attend(
         Katharopoulos et al. 2020 (2006.16236), eqs 8-15.
     """
     n, d, e = *q.shape[2:], v.shape[-1]
-    if n * (d + e) <= 2 * (chunk * (d + e) + d * e):
+    small = not _on_gpu(q) or q.shape[0] * q.shape[1] * n <= LEAST
+    if small and n * (d + e) <= 2 * (chunk * (d + e) + d * e):
         return quadratic(q, k, v, state, feature_map, eps, mask, segments)
     return _Attend.apply(q, k, v, state, mask, segments, feature_map, eps, chunk)
 
@@ -104,11 +110,30 @@ class _Attend(torch.autograd.Function):
         return (*grads, None, None, None, None, None)
 
 
+def _on_gpu(x: Tensor) -> bool:
+    """Return whether to plan for a GPU."""
+    return x.is_cuda
+
+
+def _operands(q: Tensor, v: Tensor) -> torch.dtype | None:
+    """Return the dtype to which operands of products are rounded; None for none.
+
+    The products of bfloat16 are exact in float32, and a GPU computes them many times as fast as those of float32. The
+    range of float16 is too small for sums of features.
+    """
+    exists = "dtype_out" in torch.ops.aten.bmm.overloads() and "dtype_out" in torch.ops.aten.baddbmm.overloads()
+    return torch.bfloat16 if _on_gpu(q) and exists and q.dtype == v.dtype == torch.bfloat16 else None
+
+
 def _plan(q: Tensor, v: Tensor, segments: Tensor | None, chunk: int) -> tuple[list[slice], list[tuple[int, int, int]]]:
     """Return the groups of rows to process together, and the spans (start, chunks, tokens per chunk)."""
     (batch, heads, n, d), e = q.shape, v.shape[-1]
-    if q.is_cuda:
-        return [slice(0, batch)], cut(n, chunk, n if segments is None else PACKED * chunk)
+    if _on_gpu(q):
+        together = min(max(batch * heads * n // PARTS, LEAST), MOST)
+        # A state per span is kept, so spans are long, and short sequences are processed by groups of rows.
+        tokens = max(together // max(batch * heads, 1), 8 * chunk)
+        spans = cut(n, chunk, tokens if segments is None else min(tokens, PACKED * chunk))
+        return groups(batch, together // (max(heads, 1) * spans[0][1] * spans[0][2])), spans
     tokens = BUDGET // (4 * heads * (2 * d + 2 * e + chunk))
     spans = cut(n, chunk, min(tokens, SPAN))
     return groups(batch, tokens // (spans[0][1] * spans[0][2])), spans
@@ -130,10 +155,11 @@ def _forward(
     end.copy_(state) if state is not None else end.zero_()
     parts, spans = _plan(q, v, segments, chunk)
     starts = end.new_empty(len(spans) - 1, *end.shape)
-    buffers, tensors = Buffers(end), {"q": q, "k": k, "v": v, "o": o, "below": below}
+    tensors = {"q": q, "k": k, "v": v, "o": o, "below": below}
+    how, options = (Buffers(end), feature_map, spans), {"gpu": _on_gpu(q), "operands": _operands(q, v)}
     with torch.autocast(q.device.type, enabled=False):
         for part in parts:
-            rows, after = Rows(buffers, feature_map, spans, part, mask, segments, tensors), end[part].flatten(0, 1)
+            rows, after = Rows(*how, part, mask, segments, tensors, **options), end[part].flatten(0, 1)
             for i, span in enumerate(spans):
                 if i > 0:
                     starts[i - 1, part] = end[part]
@@ -146,18 +172,18 @@ def _forward_span(rows: Rows, span: tuple[int, int, int], end: Tensor, eps: floa
     rows.enter(*span)
     fq, fk, values = rows.features("q"), rows.features("k"), rows.values()
     d, e = fk.shape[-1], values.shape[-1]
-    scores = rows.causal(torch.bmm(fq, fk.mT, out=rows.tokens("scores", rows.width)))
+    scores = rows.causal(rows.product(fq, fk.mT, rows.tokens("scores", rows.width)))
     below = torch.sum(scores, -1, keepdim=True, out=rows.tokens("below", 1))
-    above = torch.bmm(scores, values, out=rows.tokens("above", e))
+    above = rows.product(rows.operand(scores, "scores"), values, rows.tokens("above", e))
     written = rows.written(fk)
     sums, keys = rows.states("s", d, e), rows.states("z", 1, d)
     sums[: rows.heads].copy_(end[..., :-1])
     keys[: rows.heads].copy_(end[..., -1:].mT)
-    torch.bmm(written.mT, values, out=sums[rows.heads :])
-    torch.sum(written, -2, keepdim=True, out=keys[rows.heads :])
+    rows.product(written.mT, values, sums[rows.heads :])
+    torch.sum(written, -2, keepdim=True, dtype=keys.dtype, out=keys[rows.heads :])
     sums, keys = rows.running(sums, "s"), rows.running(keys, "z")
     read = rows.read(fq)
-    above.baddbmm_(read, sums[: -rows.heads])
+    rows.add_product(above, read, rows.operand(sums[: -rows.heads], "states"))
     below.add_(torch.mul(read, keys[: -rows.heads], out=rows.tokens("spare", d)).sum(-1, keepdim=True))
     low = torch.add(rows.wide(below), eps, out=rows.at("below"))
     if eps == 0:
@@ -186,11 +212,11 @@ def _backward(
     dq, dk, dv = fresh_like(q), fresh_like(k), fresh_like(v)
     before = grad_end.clone(memory_format=torch.contiguous_format)
     parts, spans = _plan(q, v, segments, chunk)
-    buffers = Buffers(before)
+    how, options = (Buffers(before), feature_map, spans), {"gpu": _on_gpu(q), "operands": _operands(q, v)}
     tensors = {"q": q, "k": k, "v": v, "o": o, "below": below, "grad": grad, "dq": dq, "dk": dk, "dv": dv}
     with torch.autocast(q.device.type, enabled=False):
         for part in parts:
-            rows, after = Rows(buffers, feature_map, spans, part, mask, segments, tensors), before[part].flatten(0, 1)
+            rows, after = Rows(*how, part, mask, segments, tensors, **options), before[part].flatten(0, 1)
             for i in reversed(range(len(spans))):
                 start = starts[i - 1] if i > 0 else state
                 _backward_span(rows, spans[i], None if start is None else start[part].flatten(0, 1), after)
@@ -208,34 +234,37 @@ def _backward_span(rows: Rows, span: tuple[int, int, int], start: Tensor | None,
     fq, fk, values = rows.features("q"), rows.features("k"), rows.values()
     d, e, heads = fk.shape[-1], values.shape[-1], rows.heads
     above, below = rows.output_gradients()
-    slopes = rows.causal(torch.bmm(above, values.mT, out=rows.tokens("slopes", rows.width)).add_(below))
-    scores = rows.causal(torch.bmm(fq, fk.mT, out=rows.tokens("scores", rows.width)))
+    slopes = rows.causal(rows.product(above, values.mT, rows.tokens("slopes", rows.width)).add_(below))
+    scores = rows.causal(rows.product(fq, fk.mT, rows.tokens("scores", rows.width)))
+    slopes, scores = rows.operand(slopes, "slopes"), rows.operand(scores, "scores")
 
     # Queries meet the states before their chunk, stored transposed for the product.
     written = rows.written(fk)
     sums, keys = rows.states("s", e, d), rows.states("z", 1, d)
     for into, column in ((sums, slice(None, -1)), (keys, slice(-1, None))):
         into[:heads].zero_() if start is None else into[:heads].copy_(start[..., column].mT)
-    torch.bmm(values.mT, written, out=sums[heads:])
-    torch.sum(written, -2, keepdim=True, out=keys[heads:])
+    rows.product(values.mT, written, sums[heads:])
+    torch.sum(written, -2, keepdim=True, dtype=keys.dtype, out=keys[heads:])
     sums, keys = rows.running(sums, "s"), rows.running(keys, "z")
-    dq = torch.mul(below, keys[:-heads], out=rows.tokens("dq", d)).baddbmm_(above, sums[:-heads])
-    rows.times_first(dq).baddbmm_(slopes, fk)
+    dq = torch.mul(below, keys[:-heads], out=rows.tokens("dq", d))
+    rows.add_product(dq, above, rows.operand(sums[:-heads], "states"))
+    rows.add_product(rows.times_first(dq), slopes, fk)
 
     # Keys and values meet the gradients of the states after their chunk.
     read = rows.read(fq)
     sums, keys = rows.states("s", d, e), rows.states("z", 1, d)
     sums[-heads:].copy_(after[..., :-1])
     keys[-heads:].copy_(after[..., -1:].mT)
-    torch.bmm(read.mT, above, out=sums[:-heads])
-    torch.bmm(below.mT, read, out=keys[:-heads])
+    rows.product(read.mT, above, sums[:-heads])
+    torch.bmm(below.mT, read if read.dtype == below.dtype else read.to(below.dtype), out=keys[:-heads])
     sums, keys = rows.running(sums, "s", reverse=True), rows.running(keys, "z", reverse=True)
     after[..., :-1].copy_(sums[:heads])
     after[..., -1:].copy_(keys[:heads].mT)
     dk, dv = rows.tokens("dk", d), rows.tokens("dv", e)
     dk.copy_(keys[heads:].expand_as(dk))
-    rows.times_last(dk.baddbmm_(values, sums[heads:].mT)).baddbmm_(slopes.mT, fq)
-    rows.times_last(torch.bmm(fk, sums[heads:], out=dv)).baddbmm_(scores.mT, above)
+    later = rows.operand(sums[heads:], "states")
+    rows.add_product(rows.times_last(rows.add_product(dk, values, later.mT)), slopes.mT, fq)
+    rows.add_product(rows.times_last(rows.product(fk, later, dv)), scores.mT, above)
 
     rows.store("q", dq, fq)
     rows.store("k", dk, fk)

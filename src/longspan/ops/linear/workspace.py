@@ -56,6 +56,8 @@ class Rows:
 
     ``spans`` are (start, chunks, tokens per chunk), ``part`` selects the rows; ``mask`` and ``segments`` are (B,N) or
     None. ``tensors`` (B,H,N,.) by name are q and k before the feature map, v, and others with one entry per token.
+    ``gpu`` chooses the operations that are fast there. ``operands`` is a dtype of less precision to which operands of
+    products are rounded; their sums, the states and the normalizers keep the precision of the buffers.
     Letters as in ``causal.py``; ``heads`` is B H of these rows.
     """
 
@@ -68,8 +70,13 @@ class Rows:
         mask: Tensor | None,
         segments: Tensor | None,
         tensors: dict[str, Tensor],
+        *,
+        gpu: bool = False,
+        operands: torch.dtype | None = None,
     ):
         self.buffers, self.feature_map, self.masked = buffers, feature_map, mask is not None
+        self.gpu = gpu
+        self.narrowed = None if operands is None else Buffers(buffers.like.new_empty(0, dtype=operands))
         self.segments = None if segments is None else segments[part]
         self.borders: _Borders | None = None
         if mask is not None:
@@ -94,17 +101,19 @@ class Rows:
             self.borders = _borders(self.segments, start, chunks, width, self.buffers.like)
 
     def features(self, name: str) -> Tensor:
-        """Return phi of the span's q or k, (R,C,D); 0 for masked keys."""
-        x, features = self.at(name), self.tokens(f"span {name}", self.sizes[name])
+        """Return phi of the span's q or k, (R,C,D), as an operand of products; 0 for masked keys."""
+        place = f"span {name}" if self.narrowed is None else "span"
+        x, features = self.at(name), self.tokens(place, self.sizes[name])
         out, spare = self.wide(features), self.wide(self.tokens("spare", self.sizes[name]))
         # Half precision is converted before the map.
         WRITERS[self.feature_map](x if x.dtype == out.dtype else out.copy_(x), out, spare)
+        features = self.operand(features, f"span {name}")
         # phi(0) is not 0, so padding is removed after the feature map.
         return self._hide(features) if name == "k" else features
 
     def values(self) -> Tensor:
-        """Return the span's v, (R,C,E); 0 for masked keys."""
-        values = self.tokens("span v", self.sizes["v"])
+        """Return the span's v, (R,C,E), as an operand of products; 0 for masked keys."""
+        values = self._operands("span v", self.sizes["v"])
         self.wide(values).copy_(self.at("v"))
         return self._hide(values)
 
@@ -118,12 +127,13 @@ class Rows:
         return self.views[name, self.width].narrow(0, self.chunk, self.chunks)
 
     def output_gradients(self) -> tuple[Tensor, Tensor]:
-        """Return G (R,C,E) and w (R,C,1), the gradients of numerator and denominator.
+        """Return G (R,C,E), as an operand of products, and w (R,C,1), the gradients of numerator and denominator.
 
-        With g = dL/do: G = g / denominator and w = -(g . o) / denominator = -(G . o).
+        With g = dL/do: G = g / denominator and w = -(g . o) / denominator = -(G . o). w is computed from the rounded G,
+        since G v + w is small where v is close to o.
         """
         size = self.sizes["o"]
-        above, products = self.tokens("grad", size), self.tokens("dv", size)
+        above, products = self._operands("grad", size), self.tokens("dv", size)
         torch.div(self.at("grad"), self.at("below"), out=self.wide(above))
         torch.mul(self.wide(above), self.at("o"), out=self.wide(products))
         return above, torch.sum(products, -1, keepdim=True, out=self.tokens("below", 1)).neg_()
@@ -136,6 +146,30 @@ class Rows:
     def tokens(self, name: str, size: int) -> Tensor:
         """Return a buffer (R,C,size)."""
         return self.buffers(name, self.chunks * self.heads, self.width, size)
+
+    def _operands(self, name: str, size: int) -> Tensor:
+        """Return a buffer (R,C,size) for operands of products."""
+        return (self.narrowed or self.buffers)(name, self.chunks * self.heads, self.width, size)
+
+    def operand(self, x: Tensor, name: str) -> Tensor:
+        """Return x as an operand of products: rounded, or x itself."""
+        return x if self.narrowed is None else self.narrowed(name, *x.shape).copy_(x)
+
+    def product(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
+        """Write the products of matrices (.,I,J) and (.,J,K) to ``out`` (.,I,K)."""
+        if self.narrowed is None:
+            return torch.bmm(a, b, out=out)
+        if a.is_cuda:
+            return torch.ops.aten.bmm.dtype_out(a, b, out.dtype, out=out)
+        return torch.bmm(a.to(out.dtype), b.to(out.dtype), out=out)
+
+    def add_product(self, to: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Add ``product`` to ``to``, in place."""
+        if self.narrowed is None:
+            return to.baddbmm_(a, b)
+        if a.is_cuda:
+            return torch.ops.aten.baddbmm.dtype_out(to, a, b, to.dtype, out=to)
+        return to.baddbmm_(a.to(to.dtype), b.to(to.dtype))
 
     def states(self, name: str, *shape: int) -> Tensor:
         """Return a buffer ((G+1) B H, ...) for the states before each chunk and after the last."""
@@ -151,11 +185,11 @@ class Rows:
 
     def written(self, keys: Tensor) -> Tensor:
         """Return the keys (R,C,D) that are in the state after their chunk; the others are 0."""
-        return self._times(keys, self.borders and self.borders.last, self.tokens("spare", keys.shape[-1]))
+        return self._times(keys, self.borders and self.borders.last, self._operands("spare", keys.shape[-1]))
 
     def read(self, queries: Tensor) -> Tensor:
         """Return the queries (R,C,D) that read the state before their chunk; the others are 0."""
-        return self._times(queries, self.borders and self.borders.first, self.tokens("spare", queries.shape[-1]))
+        return self._times(queries, self.borders and self.borders.first, self._operands("spare", queries.shape[-1]))
 
     def times_first(self, x: Tensor) -> Tensor:
         """Zero (R,C,.) of queries that do not read the state before their chunk; in place."""
@@ -172,15 +206,20 @@ class Rows:
         return out
 
     def running(self, parts: Tensor, name: str, *, reverse: bool = False) -> Tensor:
-        """Return running sums of parts ((G+1) B H, ...), from the end with ``reverse``."""
+        """Return running sums of parts ((G+1) B H, ...), from the end with ``reverse``; parts may be overwritten."""
+        if self.borders is None and self.gpu:
+            flat = parts.view(self.chunks + 1, -1)
+            if reverse:
+                flat.copy_(flat.flip(0).cumsum_(0).flip(0))
+            else:
+                flat.cumsum_(0)
+            return parts
         sums = self.states(f"running {name}", *parts.shape[1:])
         flat, out = (x.view(self.chunks + 1, -1) for x in (parts, sums))
         if self.borders is not None:
             chain = self.borders.chain.mT if reverse else self.borders.chain
             rows = (self.chunks + 1, len(chain), -1)
             out.view(rows).copy_((chain @ flat.view(rows).transpose(0, 1)).transpose(0, 1))
-        elif parts.is_cuda:
-            out.copy_(flat.flip(0).cumsum(0).flip(0) if reverse else flat.cumsum(0))
         else:
             # A product with a triangle of ones is much faster than cumsum here, and than one sum per chunk.
             ones = torch.ones(len(flat), len(flat), dtype=flat.dtype, device=flat.device).tril_()
