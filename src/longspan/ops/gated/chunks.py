@@ -35,8 +35,8 @@ from .decays import LOWEST, faded
 CHUNK = 64
 SPAN = 8192  # tokens of a span, over all rows and heads
 GROUP = 32  # chunks whose states form one product
-# Tokens of a span on a GPU, over all rows and heads. A span takes up to some hundred launches, which cost as much as the
-# work on this many tokens; its intermediate results take about 4 kB per token, for D = E = 64.
+# Tokens of a span on a GPU, over all rows and heads. A span takes up to some hundred launches, which cost as much as
+# the work on this many tokens; its intermediate results take about 4 kB per token, for D = E = 64.
 TOGETHER = 2**18
 
 Form = Literal["loop", "pairs", "triton"]  # how the states of a span are computed
@@ -249,9 +249,7 @@ def _states(span: Span, u: Tensor, w: Tensor | None, state: Tensor) -> tuple[Ten
     return torch.stack(states, 3), state, u if w is None else torch.stack(values, 3)
 
 
-def _scanned(
-    span: Span, u: Tensor, w: Tensor | None, keys: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def _scanned(span: Span, u: Tensor, w: Tensor | None, keys: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """``_states`` by one Triton kernel."""
     from ..triton import delta
 
@@ -389,7 +387,6 @@ def _scanned_backward(
     """``_states_backward`` by one Triton kernel."""
     from ..triton import delta
 
-    rows = grad_values.shape[:4]
     grads, last = (_flat(grad_values), _flat(from_read)), after.flatten(0, 2).contiguous()
     found = delta.backward(
         *grads,

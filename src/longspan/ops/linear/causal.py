@@ -47,8 +47,8 @@ def attend(
     Time is O(N (D E + C (D + E))). Beyond inputs, output and gradients, memory is that of one span, and of D E numbers
     per span for the backward pass. On a GPU a sequence is about four spans, which need few launches, and operands of
     products are rounded to bfloat16 if the inputs are bfloat16; sums stay in float32. Sequences of at most
-    2 (C + D E / (D + E)) tokens use the quadratic form, on a GPU only small ones, since it takes more memory. Up to half
-    of that, it needs fewer operations than the chunks; up to all of that, it is faster because it has fewer steps.
+    2 (C + D E / (D + E)) tokens use the quadratic form, on a GPU only small ones, since it takes more memory. Up to
+    half of that, it needs fewer operations than the chunks; up to all of that, it is faster because it has fewer steps.
 
     Args:
         q: (B,H,N,D), before the feature map, of any strides.

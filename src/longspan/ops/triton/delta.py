@@ -1,8 +1,9 @@
 """The states of ``gated.chunks`` from chunk to chunk, in Triton: one launch for all chunks, in either direction.
 
-Letters as in ``gated/chunks.py``, and X counts rows, B G R of them: u (X,L,C,E), w and keys (X,L,C,D), states (X,L,D,E).
-``share`` rows have the keys of one key head. One program computes a block of E channels of a row, and holds its state
-in registers. All sums are in float32, in an order that depends on no other program: two runs have the same bits.
+Letters as in ``gated/chunks.py``, and X counts rows, B G R of them: u (X,L,C,E), w and keys (X,L,C,D), states
+(X,L,D,E). ``share`` rows have the keys of one key head. One program computes a block of E channels of a row, and holds
+its state in registers. All sums are in float32, in an order that depends on no other program: two runs have the same
+bits.
 
 The state is read as it is stored, so the chunks are one after the other; what a chunk needs besides the state is loaded
 ahead. No computed product is transposed: Triton 3.4 to 3.7.0 compiles that wrongly for Hopper.

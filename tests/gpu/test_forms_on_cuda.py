@@ -1,0 +1,228 @@
+"""The torch forms as they are planned for a GPU: values, memory and number of launches. Without one, on the CPU."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from longspan.ops import gated, linear
+from longspan.ops.gated import chunks, decay_per_channel, pairs
+from longspan.ops.linear.composed import composed
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+causal = linear.causally
+# Neither starts work on the device: views, allocations, and questions about a tensor.
+FREE = (
+    "device view _unsafe_view _reshape_alias expand transpose permute t slice select unsqueeze squeeze as_strided "
+    "detach alias split split_with_sizes unbind unfold diagonal narrow empty empty_like new_empty empty_strided"
+).split()
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """Plan for a GPU, whatever the device."""
+    for module in (causal, chunks):
+        monkeypatch.setattr(module, "_on_gpu", lambda x: True)
+
+
+@pytest.fixture
+def small(planned, monkeypatch):
+    """Several spans and groups of rows for short sequences."""
+    monkeypatch.setattr(causal, "LEAST", 2)
+    monkeypatch.setattr(causal, "MOST", 100)
+    monkeypatch.setattr(chunks, "TOGETHER", 2)
+
+
+class Work(TorchDispatchMode):
+    """Counts the bytes of all tensors that are alive, at their peak, and the operations that start work."""
+
+    def __init__(self):
+        super().__init__()
+        self.alive, self.peak, self.launches = {}, 0, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.launches += func._schema.name.split("::")[1].rstrip("_") not in FREE
+        for t in tree_leaves(out):
+            if isinstance(t, Tensor):
+                storage = t.untyped_storage()
+                self.alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
+        self.peak = max(self.peak, self.bytes())
+        return out
+
+    def bytes(self):
+        return sum(size for _, size in self.alive.values())
+
+
+def random(*shape, seed=0, dtype=torch.float64):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(DEVICE, dtype)
+
+
+def outcome(form, inputs):
+    inputs = [t.detach().requires_grad_() for t in inputs]
+    outputs = form(*inputs)
+    upstream = [random(*t.shape, seed=7).to(t.dtype) for t in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, inputs, upstream)]
+
+
+def error(found, expected):
+    pairs = [(a.detach().double(), b.detach()) for a, b in zip(found, expected, strict=True)]
+    return max(float((a - b).abs().max() / b.abs().max().clamp(min=1)) for a, b in pairs)
+
+
+def around(n, masked, packed):
+    mask = (torch.rand(2, n, generator=torch.Generator().manual_seed(1)) < 0.7).to(DEVICE) if masked else None
+    segments = (torch.arange(n, device=DEVICE) // 37).expand(2, -1) if packed else None
+    return {"mask": mask, "segments": segments}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("feature_map", ["elu", "exp"])
+def test_linear_attention(feature_map, masked, packed, small):
+    q, k, v = (random(2, 3, 171, size, seed=size) for size in (4, 4, 5))
+    state, options = random(2, 3, 4, 6).abs(), {"feature_map": feature_map, "eps": 1e-3, **around(171, masked, packed)}
+
+    def form(q, k, v, state):
+        return causal.attend(q, k, v, state=state, chunk=8, **options)
+
+    def definition(q, k, v, state):
+        return composed(q, k, v, state, causal=True, **options)
+
+    parts, spans = causal._plan(q, v, options["segments"], 8)
+    assert (len(parts), len(spans)) == (2, 4)
+    inputs = (q, k, v, state)
+    assert error(outcome(form, inputs), outcome(definition, inputs)) <= 1e-10
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_products_of_bfloat16_lose_less_than_the_rounding_of_the_output(packed, planned, monkeypatch):
+    q, k, v = (random(2, 3, 500, 32, seed=seed, dtype=torch.bfloat16) for seed in range(3))
+    options = {"feature_map": "elu", "eps": 1e-6, **around(500, True, packed)}
+    assert causal._operands(q, v) == torch.bfloat16
+    assert causal._operands(q.half(), v.half()) is causal._operands(q.float(), v.float()) is None
+
+    def run(*inputs):
+        found = outcome(lambda q, k, v: causal.attend(q, k, v, **options), inputs)
+        return [*found[:1], *found[2:]]  # without the state, which is not rounded
+
+    expected, rounded = run(q.double(), k.double(), v.double()), run(q, k, v)
+    monkeypatch.setattr(causal, "_operands", lambda q, v: None)
+    for one, plain, right in zip(rounded, run(q, k, v), expected, strict=True):
+        assert one.dtype == torch.bfloat16
+        assert error([one], [right]) <= 1.5 * error([plain], [right])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("shape", [(8, 16, 4096, 64), (2, 16, 16384, 128), (1, 1, 2**17, 64), (256, 16, 512, 64)])
+def test_linear_attention_takes_at_most_four_times_the_memory_of_its_inputs(shape, packed, dtype, planned):
+    """An upper limit: without a GPU, products of bfloat16 also make copies in float32."""
+    with FakeTensorMode(), Work() as work:
+        q, k, v = (torch.empty(shape, dtype=dtype) for _ in range(3))
+        segments = torch.empty(shape[0], shape[2], dtype=torch.long) if packed else None
+        before = work.bytes()
+        causal._forward(q, k, v, None, None, segments, "elu", 1e-6, causal.CHUNK)
+    assert work.peak <= 4 * before
+    parts, spans = causal._plan(q, v, segments, causal.CHUNK)
+    assert work.launches <= 50 * len(parts) * len(spans)
+    assert packed or len(parts) * len(spans) <= 9
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize(("decay", "delta"), [(d, x) for d in ("none", "head", "channel") for x in (False, True)])
+def test_decay_and_the_delta_rule(decay, delta, masked, packed, small):
+    heads, n, d = 4, 187, 5
+    q, k, v = random(2, 2, n, d), F.normalize(random(2, 2, n, d, seed=1), dim=-1), random(2, heads, n, 3, seed=2)
+    shape = {"none": None, "head": (2, heads, n), "channel": (2, heads, n, d)}[decay]
+    log_decay = None if shape is None else -random(*shape, seed=3).abs()
+    if log_decay is not None:
+        log_decay[:, 0, ::9] = -torch.inf
+        log_decay[:, 1] *= 100
+    beta = random(2, heads, n, seed=4).sigmoid() if delta else None
+    given = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": random(2, heads, d, 3, seed=5)}
+    names = [name for name, t in given.items() if t is not None]
+    options = {"scale": 0.7, **around(n, masked, packed)}
+
+    def call(form, **more):
+        return lambda *t: form(**given | dict(zip(names, t, strict=True)), **options, **more)
+
+    inputs = [given[name] for name in names]
+    assert len(chunks._chunk_spans(q, v, beta, 8)) == 4
+    assert chunks._form(q, False) == "pairs"
+    expected = outcome(call(gated.reference), inputs)
+    assert error(outcome(call(chunks.attend, chunk=8), inputs), expected) <= 1e-10
+    if not masked:
+        assert error(outcome(call(chunks.composed, chunk=8), inputs), expected) <= 1e-10
+
+
+@pytest.mark.parametrize("delta", [False, True])
+@pytest.mark.parametrize("decay", ["none", "head", "channel"])
+def test_launches_do_not_grow_with_the_number_of_chunks(decay, delta, planned, monkeypatch):
+    for module in (chunks, decay_per_channel):
+        # On a CPU, which the fake tensors are on, it reads numbers that they do not have.
+        monkeypatch.setattr(module, "faded", lambda x, to=None: x.exp())
+
+    def launches(n):
+        with FakeTensorMode(), Work() as work:
+            q, k, v = (torch.empty(1, 2, n, 16) for _ in range(3))
+            log_decay = {"none": None, "head": torch.empty(1, 2, n), "channel": torch.empty(1, 2, n, 16)}[decay]
+            given = q, k, v, log_decay, torch.empty(1, 2, n) if delta else None, torch.empty(1, 2, 16, 16), None, None
+            o, end, starts = chunks._forward(*given, 1.0, 64, False)
+            chunks._backward(o, end, *given, starts, 1.0, 64, False)
+        return work.launches
+
+    short, long = launches(64 * 16), launches(64 * 128)
+    # Pairs: three more levels. Decay per head without the delta rule: a product for every 32 chunks.
+    assert long - short <= 130
+
+
+def test_inverses_are_as_exact_as_substitution():
+    def keys(like=0.0, norm=1.0):
+        found = F.normalize(random(50, 64, 32) + like * random(50, 1, 32, seed=1), dim=-1)
+        return norm * found.float()
+
+    for name, k, beta in (
+        ("random", keys(), 1.0),
+        ("erasing twice", keys(), 2.0),
+        ("alike", keys(like=10.0), 1.0),
+        ("alike, erasing twice", keys(like=10.0), 2.0),
+        ("equal", keys()[:, :1].expand(-1, 64, -1), 2.0),
+        ("long", keys(norm=1.5), 1.0),
+    ):
+        triangle = (beta * k @ k.mT).tril(-1)
+        right = random(50, 64, 16, seed=2, dtype=torch.float32)
+        how = {"upper": False, "unitriangular": True}
+        expected = torch.linalg.solve_triangular(triangle.double(), right.double(), **how)
+        usual = torch.linalg.solve_triangular(triangle, right, **how).double()
+        found = (pairs.inverted(triangle) @ right).double()
+        assert (found - expected).norm() <= 2 * (usual - expected).norm(), name
+
+
+@pytest.mark.parametrize("width", [1, 2, 8, 64])
+def test_inverses(width):
+    triangle = random(3, 2, width, width)
+    expected = torch.linalg.inv(triangle.tril(-1) + torch.eye(width, dtype=torch.float64, device=DEVICE))
+    assert error([pairs.inverted(triangle.tril(-1))], [expected]) <= 1e-10 * float(expected.abs().max())
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 8, 13])
+def test_pairs_are_the_loop(count, reverse):
+    for moves in (random(1, 2, 1, count, 4, 4), random(1, 2, 3, count, 4, 1), random(1, 1, 1, count, 1, 1), None):
+        parts, state = random(1, 2, 3, count, 4, 5, seed=1), random(1, 2, 3, 4, 5, seed=2)
+        found, end = pairs.chain(moves, parts, state, reverse=reverse)
+        for i in reversed(range(count)) if reverse else range(count):
+            assert error([found[:, :, :, i]], [state]) <= 1e-12
+            if moves is None:
+                kept = state
+            else:
+                kept = moves[:, :, :, i] @ state if moves.shape[-1] > 1 else moves[:, :, :, i] * state
+            state = kept + parts[:, :, :, i]
+        assert error([end], [state]) <= 1e-12
