@@ -24,10 +24,10 @@ CHUNK = 64  # tokens whose products form one small matrix
 SPAN = 1024  # tokens of a span, at most
 # Chunks of a span on a GPU for packed sequences, whose states are summed by a matrix of (G+1)^2 numbers.
 PACKED = 128
-# Tokens of a span on a GPU, of all rows and heads together: about a quarter of all, so that its buffers, nine times as
+# Tokens of a span on a GPU, of all rows and heads together: about a sixth of all, so that its buffers, nine times as
 # large as its share of the inputs, take about twice the memory of the inputs. With fewer than the least, a launch costs
 # more than its work; with more than the most, launches are few enough.
-PARTS, LEAST, MOST = 4, 2**15, 2**18
+PARTS, LEAST, MOST = 6, 2**15, 2**18
 
 
 def attend(
@@ -45,8 +45,8 @@ def attend(
     """Causal, normalized linear attention: o_t = S_t^T phi(q_t) / (z_t . phi(q_t) + eps).
 
     Time is O(N (D E + C (D + E))). Beyond inputs, output and gradients, memory is that of one span, and of D E numbers
-    per span for the backward pass. On a GPU a sequence is about four spans, which need few launches, and operands of
-    products are rounded to bfloat16 if the inputs are bfloat16; sums stay in float32. Sequences of at most
+    per span for the backward pass. On a GPU a sequence is at least six spans, which need few launches, and for inputs
+    in bfloat16, products are sums of products of bfloat16. Sequences of at most
     2 (C + D E / (D + E)) tokens use the quadratic form, on a GPU only small ones, since it takes more memory. Up to
     half of that, it needs fewer operations than the chunks; up to all of that, it is faster because it has fewer steps.
 
@@ -116,10 +116,10 @@ def _on_gpu(x: Tensor) -> bool:
 
 
 def _operands(q: Tensor, v: Tensor) -> torch.dtype | None:
-    """Return the dtype to which operands of products are rounded; None for none.
+    """Return the dtype of v if operands of products are split into such numbers; None if they are not.
 
-    The products of bfloat16 are exact in float32, and a GPU computes them many times as fast as those of float32. The
-    range of float16 is too small for sums of features.
+    A GPU multiplies bfloat16 many times as fast as float32, with sums in float32. Two of these numbers have 16 of the
+    24 digits of float32, which is more than the outputs have. The range of float16 is too small for sums of features.
     """
     exists = "dtype_out" in torch.ops.aten.bmm.overloads() and "dtype_out" in torch.ops.aten.baddbmm.overloads()
     return torch.bfloat16 if _on_gpu(q) and exists and q.dtype == v.dtype == torch.bfloat16 else None
@@ -174,16 +174,16 @@ def _forward_span(rows: Rows, span: tuple[int, int, int], end: Tensor, eps: floa
     d, e = fk.shape[-1], values.shape[-1]
     scores = rows.causal(rows.product(fq, fk.mT, rows.tokens("scores", rows.width)))
     below = torch.sum(scores, -1, keepdim=True, out=rows.tokens("below", 1))
-    above = rows.product(rows.operand(scores, "scores"), values, rows.tokens("above", e))
+    above = rows.product(scores, values, rows.tokens("above", e))
     written = rows.written(fk)
     sums, keys = rows.states("s", d, e), rows.states("z", 1, d)
     sums[: rows.heads].copy_(end[..., :-1])
     keys[: rows.heads].copy_(end[..., -1:].mT)
     rows.product(written.mT, values, sums[rows.heads :])
-    torch.sum(written, -2, keepdim=True, dtype=keys.dtype, out=keys[rows.heads :])
+    torch.sum(written, -2, keepdim=True, out=keys[rows.heads :])
     sums, keys = rows.running(sums, "s"), rows.running(keys, "z")
     read = rows.read(fq)
-    rows.add_product(above, read, rows.operand(sums[: -rows.heads], "states"))
+    rows.add_product(above, read, sums[: -rows.heads])
     below.add_(torch.mul(read, keys[: -rows.heads], out=rows.tokens("spare", d)).sum(-1, keepdim=True))
     low = torch.add(rows.wide(below), eps, out=rows.at("below"))
     if eps == 0:
@@ -236,7 +236,6 @@ def _backward_span(rows: Rows, span: tuple[int, int, int], start: Tensor | None,
     above, below = rows.output_gradients()
     slopes = rows.causal(rows.product(above, values.mT, rows.tokens("slopes", rows.width)).add_(below))
     scores = rows.causal(rows.product(fq, fk.mT, rows.tokens("scores", rows.width)))
-    slopes, scores = rows.operand(slopes, "slopes"), rows.operand(scores, "scores")
 
     # Queries meet the states before their chunk, stored transposed for the product.
     written = rows.written(fk)
@@ -244,10 +243,10 @@ def _backward_span(rows: Rows, span: tuple[int, int, int], start: Tensor | None,
     for into, column in ((sums, slice(None, -1)), (keys, slice(-1, None))):
         into[:heads].zero_() if start is None else into[:heads].copy_(start[..., column].mT)
     rows.product(values.mT, written, sums[heads:])
-    torch.sum(written, -2, keepdim=True, dtype=keys.dtype, out=keys[heads:])
+    torch.sum(written, -2, keepdim=True, out=keys[heads:])
     sums, keys = rows.running(sums, "s"), rows.running(keys, "z")
     dq = torch.mul(below, keys[:-heads], out=rows.tokens("dq", d))
-    rows.add_product(dq, above, rows.operand(sums[:-heads], "states"))
+    rows.add_product(dq, above, sums[:-heads])
     rows.add_product(rows.times_first(dq), slopes, fk)
 
     # Keys and values meet the gradients of the states after their chunk.
@@ -256,13 +255,13 @@ def _backward_span(rows: Rows, span: tuple[int, int, int], start: Tensor | None,
     sums[-heads:].copy_(after[..., :-1])
     keys[-heads:].copy_(after[..., -1:].mT)
     rows.product(read.mT, above, sums[:-heads])
-    torch.bmm(below.mT, read if read.dtype == below.dtype else read.to(below.dtype), out=keys[:-heads])
+    torch.bmm(below.mT, read, out=keys[:-heads])
     sums, keys = rows.running(sums, "s", reverse=True), rows.running(keys, "z", reverse=True)
     after[..., :-1].copy_(sums[:heads])
     after[..., -1:].copy_(keys[:heads].mT)
     dk, dv = rows.tokens("dk", d), rows.tokens("dv", e)
     dk.copy_(keys[heads:].expand_as(dk))
-    later = rows.operand(sums[heads:], "states")
+    later = sums[heads:]
     rows.add_product(rows.times_last(rows.add_product(dk, values, later.mT)), slopes.mT, fq)
     rows.add_product(rows.times_last(rows.product(fk, later, dv)), scores.mT, above)
 

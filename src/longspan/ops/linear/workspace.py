@@ -56,8 +56,8 @@ class Rows:
 
     ``spans`` are (start, chunks, tokens per chunk), ``part`` selects the rows; ``mask`` and ``segments`` are (B,N) or
     None. ``tensors`` (B,H,N,.) by name are q and k before the feature map, v, and others with one entry per token.
-    ``gpu`` chooses the operations that are fast there. ``operands`` is a dtype of less precision to which operands of
-    products are rounded; their sums, the states and the normalizers keep the precision of the buffers.
+    ``gpu`` chooses the operations that are fast there. ``operands`` is the dtype of v if products of such numbers are
+    faster than those of the buffers: the other operands of products are then split into two such numbers.
     Letters as in ``causal.py``; ``heads`` is B H of these rows.
     """
 
@@ -101,19 +101,17 @@ class Rows:
             self.borders = _borders(self.segments, start, chunks, width, self.buffers.like)
 
     def features(self, name: str) -> Tensor:
-        """Return phi of the span's q or k, (R,C,D), as an operand of products; 0 for masked keys."""
-        place = f"span {name}" if self.narrowed is None else "span"
-        x, features = self.at(name), self.tokens(place, self.sizes[name])
+        """Return phi of the span's q or k, (R,C,D); 0 for masked keys."""
+        x, features = self.at(name), self.tokens(f"span {name}", self.sizes[name])
         out, spare = self.wide(features), self.wide(self.tokens("spare", self.sizes[name]))
         # Half precision is converted before the map.
         WRITERS[self.feature_map](x if x.dtype == out.dtype else out.copy_(x), out, spare)
-        features = self.operand(features, f"span {name}")
         # phi(0) is not 0, so padding is removed after the feature map.
         return self._hide(features) if name == "k" else features
 
     def values(self) -> Tensor:
-        """Return the span's v, (R,C,E), as an operand of products; 0 for masked keys."""
-        values = self._operands("span v", self.sizes["v"])
+        """Return the span's v, (R,C,E), in the narrow dtype if there is one; 0 for masked keys."""
+        values = (self.narrowed or self.buffers)("span v", self.chunks * self.heads, self.width, self.sizes["v"])
         self.wide(values).copy_(self.at("v"))
         return self._hide(values)
 
@@ -127,13 +125,12 @@ class Rows:
         return self.views[name, self.width].narrow(0, self.chunk, self.chunks)
 
     def output_gradients(self) -> tuple[Tensor, Tensor]:
-        """Return G (R,C,E), as an operand of products, and w (R,C,1), the gradients of numerator and denominator.
+        """Return G (R,C,E) and w (R,C,1), the gradients of numerator and denominator.
 
-        With g = dL/do: G = g / denominator and w = -(g . o) / denominator = -(G . o). w is computed from the rounded G,
-        since G v + w is small where v is close to o.
+        With g = dL/do: G = g / denominator and w = -(g . o) / denominator = -(G . o).
         """
         size = self.sizes["o"]
-        above, products = self._operands("grad", size), self.tokens("dv", size)
+        above, products = self.tokens("grad", size), self.tokens("dv", size)
         torch.div(self.at("grad"), self.at("below"), out=self.wide(above))
         torch.mul(self.wide(above), self.at("o"), out=self.wide(products))
         return above, torch.sum(products, -1, keepdim=True, out=self.tokens("below", 1)).neg_()
@@ -147,29 +144,36 @@ class Rows:
         """Return a buffer (R,C,size)."""
         return self.buffers(name, self.chunks * self.heads, self.width, size)
 
-    def _operands(self, name: str, size: int) -> Tensor:
-        """Return a buffer (R,C,size) for operands of products."""
-        return (self.narrowed or self.buffers)(name, self.chunks * self.heads, self.width, size)
-
-    def operand(self, x: Tensor, name: str) -> Tensor:
-        """Return x as an operand of products: rounded, or x itself."""
-        return x if self.narrowed is None else self.narrowed(name, *x.shape).copy_(x)
-
     def product(self, a: Tensor, b: Tensor, out: Tensor) -> Tensor:
         """Write the products of matrices (.,I,J) and (.,J,K) to ``out`` (.,I,K)."""
-        if self.narrowed is None:
-            return torch.bmm(a, b, out=out)
-        if a.is_cuda:
-            return torch.ops.aten.bmm.dtype_out(a, b, out.dtype, out=out)
-        return torch.bmm(a.to(out.dtype), b.to(out.dtype), out=out)
+        return torch.bmm(a, b, out=out) if self.narrowed is None else self._split_product(a, b, out, add=False)
 
     def add_product(self, to: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Add ``product`` to ``to``, in place."""
-        if self.narrowed is None:
-            return to.baddbmm_(a, b)
-        if a.is_cuda:
-            return torch.ops.aten.baddbmm.dtype_out(to, a, b, to.dtype, out=to)
-        return to.baddbmm_(a.to(to.dtype), b.to(to.dtype))
+        return to.baddbmm_(a, b) if self.narrowed is None else self._split_product(a, b, to, add=True)
+
+    def _split_product(self, a: Tensor, b: Tensor, out: Tensor, *, add: bool) -> Tensor:
+        """``product`` from products of narrow numbers, summed in the dtype of ``out``: a_1 b_1 + a_1 b_2 + a_2 b_1."""
+        for i, x in enumerate(self._halves(a)):
+            for y in self._halves(b)[: 2 - i]:
+                if not a.is_cuda and not b.is_cuda:
+                    x, y = x.to(out.dtype), y.to(out.dtype)
+                    out = out.baddbmm_(x, y) if add else torch.bmm(x, y, out=out)
+                elif add:
+                    torch.ops.aten.baddbmm.dtype_out(out, x, y, out.dtype, out=out)
+                else:
+                    torch.ops.aten.bmm.dtype_out(x, y, out.dtype, out=out)
+                add = True
+        return out
+
+    def _halves(self, x: Tensor) -> list[Tensor]:
+        """Return narrow numbers whose sum is x, up to the square of their precision."""
+        assert self.narrowed is not None
+        narrow = self.narrowed.like.dtype
+        if x.dtype == narrow:
+            return [x]
+        first = x.to(narrow)
+        return [first, (x - first).to(narrow)]
 
     def states(self, name: str, *shape: int) -> Tensor:
         """Return a buffer ((G+1) B H, ...) for the states before each chunk and after the last."""
@@ -185,11 +189,11 @@ class Rows:
 
     def written(self, keys: Tensor) -> Tensor:
         """Return the keys (R,C,D) that are in the state after their chunk; the others are 0."""
-        return self._times(keys, self.borders and self.borders.last, self._operands("spare", keys.shape[-1]))
+        return self._times(keys, self.borders and self.borders.last, self.tokens("spare", keys.shape[-1]))
 
     def read(self, queries: Tensor) -> Tensor:
         """Return the queries (R,C,D) that read the state before their chunk; the others are 0."""
-        return self._times(queries, self.borders and self.borders.first, self._operands("spare", queries.shape[-1]))
+        return self._times(queries, self.borders and self.borders.first, self.tokens("spare", queries.shape[-1]))
 
     def times_first(self, x: Tensor) -> Tensor:
         """Zero (R,C,.) of queries that do not read the state before their chunk; in place."""

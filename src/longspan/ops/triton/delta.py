@@ -9,7 +9,8 @@ The state is read as it is stored, so the chunks are one after the other; what a
 ahead. No computed product is transposed: Triton 3.4 to 3.7.0 compiles that wrongly for Hopper.
 """
 
-from typing import NamedTuple
+# pyright: basic (the parameters of kernels have no types)
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,26 +21,26 @@ from . import interpreted
 
 
 @triton.jit
-def _tile(rows, columns, row_stride, column_stride, height, width):  # pyright: ignore
+def _tile(rows, columns, row_stride, column_stride, height, width):
     """Return offsets and mask of a tile of a matrix (height,width)."""
     at = rows[:, None] * row_stride + columns[None, :] * column_stride
     return at, (rows[:, None] < height) & (columns[None, :] < width)
 
 
 @triton.jit
-def _load(x, rows, columns, row_stride, column_stride, height, width):  # pyright: ignore
+def _load(x, rows, columns, row_stride, column_stride, height, width):
     at, inside = _tile(rows, columns, row_stride, column_stride, height, width)
     return tl.load(x + at, mask=inside, other=0.0)
 
 
 @triton.jit
-def _store(x, value, rows, columns, row_stride, height, width):  # pyright: ignore
+def _store(x, value, rows, columns, row_stride, height, width):
     at, inside = _tile(rows, columns, row_stride, 1, height, width)
     tl.store(x + at, value, mask=inside)
 
 
 @triton.jit
-def _decayed(state, whole, row, d, channels, DECAY: tl.constexpr):  # pyright: ignore
+def _decayed(state, whole, row, d, channels, DECAY: tl.constexpr):
     """Return the state (BD,BE) of channels d times its remaining share after the chunk ``row``."""
     if DECAY == 0:
         return state
@@ -50,7 +51,7 @@ def _decayed(state, whole, row, d, channels, DECAY: tl.constexpr):  # pyright: i
 
 
 @triton.jit
-def forward_kernel(  # pyright: ignore
+def forward_kernel(
     u,  # (X,L,C,E)
     w,  # (X,L,C,D)
     keys,  # (X/share,L,C,D), times the remaining share after the chunk
@@ -114,7 +115,7 @@ def forward_kernel(  # pyright: ignore
 
 
 @triton.jit
-def backward_kernel(  # pyright: ignore
+def backward_kernel(
     upstream,  # (X,L,C,E), the gradient of V' from inside its chunk
     reads,  # (X,L,D,E), the gradient of the states before the chunks from the outputs
     w,  # (X,L,C,D)
@@ -288,7 +289,7 @@ def backward(
 
 def _constants(
     tile: Tiles, u: Tensor, w: Tensor | None, keys: Tensor, whole: Tensor | None, precision: str
-) -> dict[str, int | bool | str]:
+) -> dict[str, Any]:
     return {
         "DELTA": w is not None,
         "DECAY": 0 if whole is None else 1 if whole.shape[-1] == 1 else 2,
