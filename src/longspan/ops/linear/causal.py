@@ -45,7 +45,7 @@ def attend(
     """Causal, normalized linear attention: o_t = S_t^T phi(q_t) / (z_t . phi(q_t) + eps).
 
     Time is O(N (D E + C (D + E))). Beyond inputs, output and gradients, memory is that of one span, and of D E numbers
-    per span for the backward pass. On a GPU a sequence is at least six spans, which need few launches, and for inputs
+    per span for the backward pass. On a GPU a sequence is cut into few spans, since each needs launches, and for inputs
     in bfloat16, products are sums of products of bfloat16. Sequences of at most
     2 (C + D E / (D + E)) tokens use the quadratic form, on a GPU only small ones, since it takes more memory. Up to
     half of that, it needs fewer operations than the chunks; up to all of that, it is faster because it has fewer steps.

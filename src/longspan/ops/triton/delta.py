@@ -9,7 +9,8 @@ The state is read as it is stored, so the chunks are one after the other; what a
 ahead. No computed product is transposed: Triton 3.4 to 3.7.0 compiles that wrongly for Hopper.
 """
 
-# pyright: basic (the parameters of kernels have no types)
+# The parameters of kernels have no types.
+# pyright: basic
 from typing import Any, NamedTuple
 
 import torch
