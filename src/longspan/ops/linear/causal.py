@@ -156,7 +156,8 @@ def _forward(
     parts, spans = _plan(q, v, segments, chunk)
     starts = end.new_empty(len(spans) - 1, *end.shape)
     tensors = {"q": q, "k": k, "v": v, "o": o, "below": below}
-    how, options = (Buffers(end), feature_map, spans), {"gpu": _on_gpu(q), "operands": _operands(q, v)}
+    how = Buffers(end), feature_map, spans
+    options: dict[str, Any] = {"gpu": _on_gpu(q), "operands": _operands(q, v)}
     with torch.autocast(q.device.type, enabled=False):
         for part in parts:
             rows, after = Rows(*how, part, mask, segments, tensors, **options), end[part].flatten(0, 1)
@@ -212,7 +213,8 @@ def _backward(
     dq, dk, dv = fresh_like(q), fresh_like(k), fresh_like(v)
     before = grad_end.clone(memory_format=torch.contiguous_format)
     parts, spans = _plan(q, v, segments, chunk)
-    how, options = (Buffers(before), feature_map, spans), {"gpu": _on_gpu(q), "operands": _operands(q, v)}
+    how = Buffers(before), feature_map, spans
+    options: dict[str, Any] = {"gpu": _on_gpu(q), "operands": _operands(q, v)}
     tensors = {"q": q, "k": k, "v": v, "o": o, "below": below, "grad": grad, "dq": dq, "dk": dk, "dv": dv}
     with torch.autocast(q.device.type, enabled=False):
         for part in parts:
