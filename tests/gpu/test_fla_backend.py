@@ -202,7 +202,8 @@ def test_the_reason_is_recorded(installed, monkeypatch):
     monkeypatch.setattr(gated.triton, "why_not", lambda *tensors: "they take decays per head")
     use = served("gla", arguments("gla"))
     assert use.backend == "torch"
-    assert "triton: they take decays per head; fla: chunk_gla of fla-core 0.6.0 fails its test" in use.why_not
+    assert "fla: chunk_gla of fla-core 0.6.0 fails its test" in use.why_not
+    assert "triton: they take decays per head" in use.why_not
 
 
 def test_each_kind_of_call_is_tested_once(installed):
@@ -234,14 +235,14 @@ def test_nothing_is_imported_for_another_device(monkeypatch):
         decay_attention(**given)
 
 
-def test_nothing_is_imported_where_longspan_is_faster(installed, monkeypatch):
+def test_decays_per_channel_prefer_fla_and_those_per_head_triton(installed, monkeypatch):
     monkeypatch.setattr(gated.triton, "why_not", lambda *tensors: "")
     monkeypatch.setattr(gated.triton, "attend", lambda q, k, v, **options: (v, options["state"]))
     given = arguments("gla")
-    assert served("gla", given).backend == "triton"
+    per_head = given | {"log_decay": given["log_decay"][..., 0]}
+    assert served("gla", per_head).backend == "triton"
     assert not installed.calls
-    with longspan.backend("fla"):
-        assert served("gla", given).backend == "fla"
+    assert served("gla", given).backend == "fla"
 
 
 def test_modules_of_longspan_are_refused(installed):

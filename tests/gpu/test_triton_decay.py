@@ -245,7 +245,6 @@ def test_compiled():
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"log_decay": lambda t: t[..., None].expand(-1, -1, -1, 16)}, "one decay per head"),
         ({"state": lambda t: t.double()}, "a state in float32"),
         ({"q": lambda t: t.double()}, "float32, bfloat16 or float16"),
     ],

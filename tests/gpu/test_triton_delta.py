@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 import longspan
 from longspan.ops import gated
-from longspan.ops.gated import chunks, triton_delta
+from longspan.ops.gated import chunks, triton
 from longspan.ops.gated.prepared import prepared
 from longspan.ops.triton import interpreted
 
@@ -56,10 +56,8 @@ def served(given, chunk=64, **options):
     reasons = [given[name] for name in ("q", "k", "v", "state", "log_decay", "beta")]
     with longspan.backend("triton"):
         packed = [options.get(name) for name in ("mask", "segments", "cu_seqlens")]
-        assert triton_delta.why_not(*reasons, *packed) == ""
-        form = (
-            triton_delta.attend if chunk == 64 else partial(prepared, partial(chunks.attend, kernels=True, chunk=chunk))
-        )
+        assert triton.why_not(*reasons, *packed) == ""
+        form = triton.attend if chunk == 64 else partial(prepared, partial(chunks.attend, kernels=True, chunk=chunk))
         return outcome(form, given, **options)
 
 
@@ -186,7 +184,7 @@ def test_operands_of_any_strides():
     expected = served(given)
     moved = {name: None if t is None else t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in given.items()}
     with longspan.backend("triton"):
-        found = triton_delta.attend(**moved, **OPTIONS)
+        found = triton.attend(**moved, **OPTIONS)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=False))
 
 
@@ -200,15 +198,15 @@ def test_gradients_that_can_be_differentiated(decay, delta):
 
     given = operands(29, decay, delta)
     wide = {name: None if t is None else t.double() for name, t in given.items()}
-    assert max(errors(second(triton_delta.attend, given), second(in_torch, wide))) <= 5e-6
+    assert max(errors(second(triton.attend, given), second(in_torch, wide))) <= 5e-6
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")  # torch's own
 def test_compiles_as_one_graph():
     given = operands(70, "head", True)
-    call = torch.compile(partial(triton_delta.attend, **OPTIONS), fullgraph=True, backend="aot_eager")
+    call = torch.compile(partial(triton.attend, **OPTIONS), fullgraph=True, backend="aot_eager")
     with longspan.backend("triton"):
-        found, expected = call(**given), triton_delta.attend(**given, **OPTIONS)
+        found, expected = call(**given), triton.attend(**given, **OPTIONS)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -216,11 +214,10 @@ def test_reasons_name_what_the_kernels_take():
     def reason(given):
         tensors = [given[name] for name in ("q", "k", "v", "state", "log_decay", "beta")]
         with longspan.backend("triton"):
-            return triton_delta.why_not(*tensors, None, None, None)
+            return triton.why_not(*tensors, None, None, None)
 
     given = operands(20, "head", True)
     assert reason(given) == ""
-    assert "delta rule" in reason(given | {"beta": None})
     assert "float32" in reason(given | {"state": given["state"].double()})
     assert "128 channels" in reason(operands(20, "none", True, sizes=(129, 3)))
 

@@ -373,11 +373,10 @@ def recur(
     options: dict[str, Any] = {"log_decay": log_decay, "beta": beta, "state": state, "scale": factor, "mask": mask}
     options |= {"segments": segments, "normalize": normalize is not None, "cu_seqlens": cu_seqlens}
     token = q.shape[2] == 1 and cu_seqlens is None
-    ours = triton.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens)
-    needed = ours != "" and not token
+    # For decays per channel fla is first: its kernels fuse the products inside chunks, longspan's the scan over chunks.
     why_not = {
-        "triton": ours,
-        "fla": fla.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens, needed=needed),
+        "fla": fla.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens, needed=not token),
+        "triton": triton.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens),
         "native": call.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens, family="gated"),
     }
     match choose_backend(op, SERVED, why_not, prefer="torch" if token else ""):

@@ -1,8 +1,5 @@
 """Decay attention and the delta rule in Triton: sequences, forward and backward, and one token."""
 
-import functools
-import importlib
-import importlib.util
 from functools import partial
 from typing import Any
 
@@ -12,17 +9,11 @@ from torch import Tensor
 from .. import triton
 from ..backends import forced_backend
 from ..operands import double_backward, mark_overwritten, stored, transformed
+from . import chunks
 from .chunks import CHUNK, composed
 from .prepared import prepared
 
 LARGEST = 1024  # channels of a head in a step, as in the C++ kernels
-
-
-@functools.cache
-def _delta() -> Any:
-    """Return the module with the kernels of the delta rule; None if there is none."""
-    name = f"{__package__}.triton_delta"
-    return importlib.import_module(name) if importlib.util.find_spec(name) else None
 
 
 def why_not(
@@ -37,13 +28,7 @@ def why_not(
     cu_seqlens: Tensor | None,
 ) -> str:
     """Return why the kernels cannot serve these operands; empty if they can."""
-    if reason := triton.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens):
-        return reason
-    if beta is not None:
-        delta = _delta()
-        given = (q, k, v, state, log_decay, beta, mask, segments, cu_seqlens)
-        return "they are not written yet" if delta is None else delta.why_not(*given)
-    return "they take one decay per head" if log_decay is not None and log_decay.dim() == 4 else ""
+    return triton.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens)
 
 
 def attend(
@@ -67,10 +52,11 @@ def attend(
     the gradient of decays takes one more per 64 tokens. Two runs give the same bits. Only for operands for which
     ``why_not`` is empty.
     """
-    if beta is not None:
+    if beta is not None or (log_decay is not None and log_decay.dim() == 4):
+        # Batched products inside chunks, and one kernel from chunk to chunk.
         options: dict[str, Any] = {"scale": scale, "mask": mask, "segments": segments, "state": state}
-        options |= {"normalize": normalize, "cu_seqlens": cu_seqlens}
-        return _delta().attend(q, k, v, log_decay=log_decay, beta=beta, **options)
+        options |= {"log_decay": log_decay, "beta": beta, "normalize": normalize, "cu_seqlens": cu_seqlens}
+        return prepared(partial(chunks.attend, kernels=True), q, k, v, **options)
     offsets = None if cu_seqlens is None else cu_seqlens.long()
     return _Attend.apply(q, k, v, log_decay, state, mask, segments, offsets, scale, normalize)
 
