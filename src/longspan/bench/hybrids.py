@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -99,7 +100,41 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
             "layer_types": ["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 2,
         },
     ),
+    "mamba": (
+        "mamba",
+        "Mamba",
+        "mamba-370m with 3 of its 48 layers, trained on 256 tokens, since its own code is quadratic",
+        {"hidden_size": 1024, "state_size": 16, "num_hidden_layers": 3},
+    ),
+    "recurrentgemma": (
+        "recurrent_gemma",
+        "RecurrentGemma",
+        "RecurrentGemma-2B cut to a width of 1024, 3 layers, one of softmax attention, trained on 512 tokens",
+        {
+            "hidden_size": 1024,
+            "lru_width": 1024,
+            "intermediate_size": 3072,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 3,
+            "block_types": ["recurrent", "recurrent", "attention"],
+        },
+    ),
+    "rwkv4": (
+        "rwkv",
+        "Rwkv",
+        "RWKV-4-430M with 3 of its 24 layers, trained on 512 tokens",
+        {"hidden_size": 1024, "attention_hidden_size": 1024, "num_hidden_layers": 3},
+    ),
+    "xlstm": (
+        "xlstm",
+        "xLSTM",
+        "xLSTM-7B cut to a width of 1024, 4 heads of 128 and 256, 3 layers",
+        {"hidden_size": 1024, "num_heads": 4, "num_hidden_layers": 3, "tie_word_embeddings": False},
+    ),
 }
+# Tokens of a training step, where the time of transformers' code grows faster than the length.
+TRAINED = {"mamba": 256, "recurrentgemma": 512, "rwkv4": 512}
 MODES = ("prefill", "training step", "decoding")
 WAYS = ("transformers", "longspan")
 DTYPES = ("float32", "bfloat16")
@@ -140,8 +175,11 @@ SMALL = {
     "mamba_n_heads": 4,
     "mamba_d_head": 32,
     "mamba_d_state": 16,
+    "attention_hidden_size": 64,
+    "lru_width": 64,
     "vocab_size": 97,
 }
+SMALL_OWN = {"mamba2": {"head_dim": 32}, "xlstm": {"hidden_size": 128, "num_heads": 2}}
 
 
 def model(name: str, dtype: str, small: bool) -> Any:
@@ -154,7 +192,7 @@ def model(name: str, dtype: str, small: bool) -> Any:
     make = getattr(config, f"{prefix}TextConfig", None) or getattr(config, f"{prefix}Config")
     given = COMMON | own
     if small:
-        given |= {k: v for k, v in SMALL.items() if k in given} | ({"head_dim": 32} if name == "mamba2" else {})
+        given |= {k: v for k, v in SMALL.items() if k in given} | SMALL_OWN.get(name, {})
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         file = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
@@ -179,7 +217,7 @@ def prefill(made: Any, length: int) -> Callable[[], object]:
 
     @torch.no_grad()
     def run() -> object:
-        return made(x, use_cache=True, logits_to_keep=1)
+        return made(x, use_cache=True, **latest(made))
 
     return run
 
@@ -197,6 +235,24 @@ def training(made: Any, length: int) -> Callable[[], object]:
     return run
 
 
+def prompted(made: Any, x: torch.Tensor) -> tuple[str, Any]:
+    """The cache after a prompt, and the name by which the model takes it."""
+    if made.config.model_type == "recurrent_gemma":
+        # The cache that it makes by itself is not returned.
+        cache = importlib.import_module("transformers").DynamicCache(config=made.config)
+        made(x, use_cache=True, cache=cache)
+        return "cache", cache
+    found = made(x, use_cache=True, **latest(made))
+    # The first where they have it, in transformers from 5.24 on, answers to the others too.
+    name = next(name for name in ("cache", "past_key_values", "cache_params", "state") if name in found)
+    return name, found[name]
+
+
+def latest(made: Any) -> dict[str, int]:
+    """The argument for the outputs of the last token only, where the model has it."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(made.forward).parameters else {}
+
+
 def decoding(way: str, made: Any) -> Sampler:
     """The seconds of one token, after a prompt, of ``DECODED`` in a row."""
     x = tokens(made, PROMPT)
@@ -204,10 +260,7 @@ def decoding(way: str, made: Any) -> Sampler:
     @torch.no_grad()
     def sample(repeat: int) -> float:
         use(way)
-        found = made(x, use_cache=True, logits_to_keep=1)
-        # The first where they have it, in transformers from 5.24 on, answers to the others too.
-        name = next(name for name in ("cache", "past_key_values", "cache_params") if name in found)
-        cache, token = found[name], x[:, :1]
+        token, (name, cache) = x[:, :1], prompted(made, x)
         begin = time.perf_counter()
         for _ in range(repeat * DECODED):
             made(token, use_cache=True, **{name: cache})
@@ -265,9 +318,15 @@ def weigh(name: str, dtype: str, way: str, length: int, small: bool, threads: in
     return worker.status("VmHWM") - before
 
 
+def trained(name: str, options: Options) -> int:
+    """Tokens of a training step."""
+    return min(options.length, TRAINED.get(name, options.length))
+
+
 def memory(name: str, dtype: str, way: str, options: Options) -> float:
     """Run ``weigh`` in a separate process. Raises Refused if it fails."""
-    asked = json.dumps([name, dtype, way, options.length, options.small, torch.get_num_threads()])
+    length = trained(name, options)
+    asked = json.dumps([name, dtype, way, length, options.small, torch.get_num_threads()])
     code = f"import json; from longspan.bench import hybrids; print(hybrids.weigh(*json.loads({asked!r})))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -276,10 +335,10 @@ def memory(name: str, dtype: str, way: str, options: Options) -> float:
     return float(done.stdout.split()[-1])
 
 
-def profile(made: Any, options: Options) -> dict[str, float]:
+def profile(name: str, made: Any, options: Options) -> dict[str, float]:
     """What a training step on our kernels spends its time on: parts of the whole, the largest first."""
     use(WAYS[1])
-    run = training(made, options.length)
+    run = training(made, trained(name, options))
     run()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as found:
         run()
@@ -307,7 +366,7 @@ def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]
                 for mode in MODES:
                     rows += _compared(name, dtype, mode, made, error, options, watch)
                     yield _result(options, rows, refused, profiles)
-                profiles[f"{name}, {dtype}"] = profile(made, options)
+                profiles[f"{name}, {dtype}"] = profile(name, made, options)
             except Refused as error:
                 refused[f"{name}, {dtype}"] = str(error)
             finally:
@@ -320,9 +379,10 @@ def _compared(
 ) -> list[dict[str, Any]]:
     """Rows of one model in one mode, by both ways in turn."""
     samplers: dict[str, Sampler] = {}
+    length = trained(name, options) if mode == "training step" else options.length
     for way in WAYS:
         make = {"prefill": prefill, "training step": training}.get(mode)
-        samplers[way] = decoding(way, made) if make is None else sampler(way, make(made, options.length))
+        samplers[way] = decoding(way, made) if make is None else sampler(way, make(made, length))
     found, failed = case.take(samplers, options.rounds, f"{name} {dtype} {mode}", watch, warm=options.small)
     if failed:
         raise Refused("; ".join(failed.values()))
@@ -330,7 +390,7 @@ def _compared(
     for way in WAYS:
         row = {"model": name, "dtype": dtype, "mode": mode, "candidate": way, "error": error, **found[way].row()}
         row["times_transformers"] = found[WAYS[0]].seconds / found[way].seconds
-        row["tokens_per_second"] = (1 if mode == "decoding" else options.length) / found[way].seconds
+        row["tokens_per_second"] = (1 if mode == "decoding" else length) / found[way].seconds
         if mode == "training step" and sys.platform == "linux":
             row["mb"] = memory(name, dtype, way, options)
         rows.append(row)
@@ -343,8 +403,9 @@ def _result(options: Options, rows: list, refused: dict[str, str], profiles: dic
         "benchmark": "transformers",
         "how": (
             f"{described}; random weights, a vocabulary of {COMMON['vocab_size']}, one sequence of {options.length} "
-            f"tokens; prefill: outputs of the last token and the cache; training step: loss and all gradients, its "
-            f"memory: resident at its peak beyond the model, in a separate process; decoding: a token after {PROMPT} "
+            f"tokens unless stated otherwise; prefill: outputs of the last token and the cache; training step: loss "
+            f"and all gradients, its memory: resident at its peak beyond the model, in a separate process; decoding: a "
+            f"token after {PROMPT} "
             f"others; medians of {options.rounds} rounds in which both take turns; each first agreed with the original "
             f"code on {min(COMPARED, options.length)} tokens" + ("; models a few channels wide" * options.small)
         ),
