@@ -99,6 +99,119 @@ def select(state: S, rows: Tensor | Sequence[int]) -> S:
     return pytree.tree_map(lambda t: t.index_select(0, torch.as_tensor(rows, device=t.device)), state)
 
 
+def join(states: Sequence[S]) -> S:
+    """Concatenate the rows of several states, so that one call continues all of them.
+
+    KV caches and other states that keep every token may hold different numbers of tokens: shorter ones get empty slots.
+
+    Args:
+        states: States of the same mechanism or stack, at least one, each with any number of rows.
+
+    Returns:
+        A state with the rows of all, in order; it shares no memory with them.
+
+    Raises:
+        ValueError: For no states, or states of different mechanisms, sizes, dtypes or devices. ``informer`` and
+            ``sinkhorn`` join only states after equally many tokens.
+
+    Example:
+        >>> import torch, longspan
+        >>> attention = longspan.build("softmax", dim=8, heads=2)
+        >>> _, short = attention(torch.randn(1, 3, 8), attention.init_state(1))
+        >>> _, long = attention(torch.randn(1, 7, 8), attention.init_state(1))
+        >>> longspan.states.join([short, long]).length
+        tensor([3, 7])
+    """
+    states = list(states)
+    if not states:
+        raise ValueError("join needs at least one state")
+    kinds = {_shape(state) for state in states}
+    if len(kinds) > 1:
+        raise ValueError(f"join needs states of one mechanism or stack, not {' and '.join(sorted(kinds))}")
+    check_stored("the state", *(t for state in states for t in pytree.tree_leaves(state)))
+    named = [_named(state) for state in states]
+    axes = {
+        f"{name}.{field}": axis for name, fields in _parts(states[0]) for field, axis in _token_axes(fields).items()
+    }
+    leaves = [_joined(name, [leaves[name] for leaves in named], axes.get(name)) for name in named[0]]
+    return pytree.tree_unflatten(leaves, pytree.tree_structure(states[0]))
+
+
+def _joined(name: str, parts: list[Tensor], axis: int | None) -> Tensor:
+    """Concatenate one tensor of several states, after padding ``axis`` with zeros."""
+    if axis is not None:
+        size = max(part.shape[axis] for part in parts)
+        padded = []
+        for part in parts:
+            room = list(part.shape)
+            room[axis] = size - room[axis]
+            padded.append(torch.cat([part, part.new_zeros(room)], axis) if room[axis] else part)
+        parts = padded
+    facts = {(part.dtype, part.device, tuple(part.shape[1:])) for part in parts}
+    if len(facts) > 1:
+        found = " and ".join(f"{dtype} {(*shape,)} on {device}" for dtype, device, shape in sorted(facts, key=str))
+        raise ValueError(f"{name} differs beyond the rows: {found}; join needs states of equal sizes")
+    return torch.cat(parts)
+
+
+def put(state: S, rows: Tensor | Sequence[int], source: S) -> S:
+    """Overwrite rows of a state in place, as a pool of slots does when a new sequence takes one.
+
+    Args:
+        state: The state to change, of any mechanism or stack.
+        rows: (R,) integers, the rows of ``state`` to overwrite, without repeats.
+        source: A state of the same kind with R rows. A KV cache may have fewer slots than that of ``state``.
+
+    Returns:
+        ``state``, whose memory holds the new rows.
+
+    Raises:
+        IndexError: For a row that does not exist.
+        ValueError: For a state of another mechanism, size, dtype or number of rows, repeated rows, or a KV cache with
+            fewer slots than the one of ``source``; ``fix_capacity`` gives it more.
+
+    Example:
+        >>> import torch, longspan
+        >>> attention = longspan.build("linear", dim=8, heads=2)
+        >>> pool = attention.init_state(4)
+        >>> _, one = attention(torch.randn(1, 5, 8), attention.init_state(1))
+        >>> pool = longspan.states.put(pool, [2], one)
+        >>> torch.equal(pool.sums[2], one.sums[0])
+        True
+    """
+    if _shape(state) != _shape(source):
+        raise ValueError(f"put needs states of one mechanism or stack, not {_shape(state)} and {_shape(source)}")
+    index = torch.as_tensor(rows, dtype=torch.long)
+    wanted = index.tolist()
+    into, given = _named(state), _named(source)
+    check_stored("the state", *into.values(), *given.values())
+    count = len(next(iter(into.values()))) if into else 0
+    if wanted and not -count <= min(wanted) <= max(wanted) < count:
+        raise IndexError(f"rows {wanted} are not all among the {count} rows of the state")
+    if len({row % count for row in wanted}) < len(wanted):
+        raise ValueError(f"rows {wanted} repeat")
+    axes = {f"{name}.{field}": axis for name, fields in _parts(state) for field, axis in _token_axes(fields).items()}
+    # All checks come first, so that an error leaves the state as it was.
+    for name, target in into.items():
+        part, axis = given[name], axes.get(name)
+        shape = list(part.shape)
+        if axis is not None and shape[axis] <= target.shape[axis]:
+            shape[axis] = target.shape[axis]
+        if shape != [len(wanted), *target.shape[1:]] or part.dtype != target.dtype:
+            raise ValueError(
+                f"{name} is {part.dtype} {tuple(part.shape)}, which does not fit {len(wanted)} rows of {target.dtype} "
+                f"{tuple(target.shape)}"
+            )
+    with torch.no_grad():
+        for name, target in into.items():
+            part, axis = given[name], axes.get(name)
+            at = index.to(target.device)
+            if axis is not None and part.shape[axis] < target.shape[axis]:
+                part = _joined(name, [part, target[:0]], axis)
+            target[at] = part
+    return state
+
+
 def fix_capacity(state: S, capacity: int) -> S:
     """Give the KV caches of a state a fixed number of slots.
 
