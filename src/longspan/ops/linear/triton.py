@@ -45,9 +45,12 @@ def attend(
     """Normalized linear attention; arguments and results as in ``causal.attend`` and ``bidirectional.attend``.
 
     Time is O(N (D E + C (D + E))). Beyond inputs, output and gradients, memory is that of one state per span of
-    tokens, which the backward pass keeps. Results are the same bits in every run.
+    tokens, which the backward pass keeps, and in 16 bits that of a second output: the digits that the output lost, as
+    gradients of queries need them. Results are the same bits in every run.
     """
-    return _Attend.apply(q, k, v, state, mask, segments, causal, feature_map, eps)  # pyright: ignore[reportReturnType] (torch types it as Any | None)
+    grows = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, state))
+    fine = grows and v.dtype != torch.float32
+    return _Attend.apply(q, k, v, state, mask, segments, causal, feature_map, eps, fine)  # pyright: ignore[reportReturnType] (torch types it as Any | None)
 
 
 class _Attend(torch.autograd.Function):
@@ -63,28 +66,29 @@ class _Attend(torch.autograd.Function):
         causal: bool,
         feature_map: str,
         eps: float,
+        fine: bool,
     ) -> tuple[Tensor, Tensor]:
         # One operation for torch.compile; eager calls skip the dispatch of the operation.
         run = _forward_op if torch.compiler.is_compiling() else _forward
-        o, end, below, starts = run(q, k, v, state, mask, segments, causal, feature_map, eps)
+        o, end, below, starts, rest = run(q, k, v, state, mask, segments, causal, feature_map, eps, fine)
         # Without causality the queries read the sum over all keys, which is the last state.
-        ctx.save_for_backward(q, k, v, state, mask, segments, o, below, starts if causal else end)
+        ctx.save_for_backward(q, k, v, state, mask, segments, o, rest, below, starts if causal else end)
         ctx.options = causal, feature_map, eps
         return o, end
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
         grad, grad_end = upstream
-        q, k, v, state, mask, segments, o, below, starts = ctx.saved_tensors
+        q, k, v, state, mask, segments, o, rest, below, starts = ctx.saved_tensors
         causal, feature_map, eps = ctx.options
         if torch.is_grad_enabled():
             options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
             grads = double_backward(composed, (q, k, v, state), (grad, grad_end), causal=causal, **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
-            *grads, first = run(grad, grad_end, q, k, v, mask, segments, o, below, starts, causal, feature_map)
+            *grads, first = run(grad, grad_end, q, k, v, mask, segments, o, rest, below, starts, causal, feature_map)
             grads.append(None if state is None else first)
-        return (*grads, None, None, None, None, None)
+        return (*grads, None, None, None, None, None, None)
 
 
 def _kernels() -> Any:
@@ -173,14 +177,16 @@ def _forward(
     causal: bool,
     feature_map: str,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    fine: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E+1), denominators (B,H,N), the states before the spans (B,H,spans,D(E+1)).
 
-    Without ``causal`` the last of them is empty.
+    Without ``causal`` there are no states of spans. The last result is what the type of o lost, empty without ``fine``.
     """
     kernels = _kernels()
     o, end, below = _outputs(q, v)
     (batch, heads, n, _), m = q.shape, k.shape[2]
+    rest = _rest(o, fine)
     pairs = batch * heads
     spans = tiles.spans(m, pairs)
     starts = end.new_empty(batch, heads, spans, _size(q, v))
@@ -200,6 +206,7 @@ def _forward(
             k,
             v,
             o,
+            rest if fine else None,
             below,
             starts,
             mask,
@@ -216,7 +223,7 @@ def _forward(
             *edges,
             **options,
         )
-    return o, end, below, starts if causal else end.new_empty(batch, heads, 0, _size(q, v))
+    return o, end, below, starts if causal else end.new_empty(batch, heads, 0, _size(q, v)), rest
 
 
 def _backward(
@@ -228,6 +235,7 @@ def _backward(
     mask: Tensor | None,
     segments: Tensor | None,
     o: Tensor,
+    rest: Tensor,
     below: Tensor,
     starts: Tensor,
     causal: bool,
@@ -247,6 +255,7 @@ def _backward(
         kernels.grad_sums_kernel[grid](
             q,
             o,
+            rest if rest.numel() else None,
             grad,
             below,
             weights,
@@ -347,11 +356,12 @@ def _(
     causal: bool,
     feature_map: str,
     eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    fine: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     o, end, below = _outputs(q, v)
     m = k.shape[2]
     spans = tiles.spans(m, q.shape[0] * q.shape[1]) if causal else 0
-    return o, end, below, end.new_empty(*q.shape[:2], spans, _size(q, v))
+    return o, end, below, end.new_empty(*q.shape[:2], spans, _size(q, v)), _rest(o, fine)
 
 
 @_backward_op.register_fake
@@ -364,6 +374,7 @@ def _(
     mask: Tensor | None,
     segments: Tensor | None,
     o: Tensor,
+    rest: Tensor,
     below: Tensor,
     starts: Tensor,
     causal: bool,
@@ -380,6 +391,11 @@ def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     (batch, heads, n, _), e = q.shape, v.shape[-1]
     o = fresh_like(v) if v.shape[2] == n else v.new_empty(batch, n, heads, e).transpose(1, 2)
     return o, _state(q, v), q.new_empty(batch, heads, n, dtype=torch.float32)
+
+
+def _rest(o: Tensor, fine: bool) -> Tensor:
+    """Allocate what the type of o loses, in the layout of o: bfloat16, since float16 has no such small numbers."""
+    return torch.empty_like(o, dtype=torch.bfloat16) if fine else o.new_empty(0, dtype=torch.bfloat16)
 
 
 def _state(q: Tensor, v: Tensor) -> Tensor:
@@ -457,7 +473,6 @@ def _launch_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, after: Tensor, 
             MAP=MAPS[feature_map],
             BD=tiles.power_of_two(d),
             BE=tiles.power_of_two(e),
-            HALF=v.dtype == torch.bfloat16,
             WIDE=triton.interpreted(),
             num_warps=4 if d * e <= 64 * 64 else 8,
         )

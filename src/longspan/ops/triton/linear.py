@@ -21,10 +21,13 @@ c multiplies results, never do, which so enters products without another roundin
 
 Without CAUSAL all queries read the sum over all keys, and the terms with tril are missing.
 
-z and d are sums of the rounded numbers that also enter products, since in the gradients both almost cancel.
+For bfloat16 inputs (HALF) products multiply bfloat16 numbers. One rounding of features, states or scores would
+double the error of the results: in dphi(q) and r two terms almost cancel. So a computed operand enters as two numbers,
+the rounded one and what it lost, and costs one more product (``product``). For the same reason w needs the digits of o
+that its type loses: the outputs kernel stores them as ``rest`` for the gradients. Other inputs are multiplied as
+float32, since features in float16 can overflow.
 
 A state of a span is stored as S (D,E), then z (D), so that rows of S are aligned. z, denominators and w are float32.
-Operands of products are bfloat16 for bfloat16 inputs (HALF), else float32, since features in float16 can overflow.
 Where a product needs an operand transposed, it is loaded transposed: Triton 3.4 to 3.7 miscompiles some products with
 a transposed result of a product on Hopper. No program adds to the memory of another, so results are the same bits in
 every run.
@@ -83,9 +86,29 @@ def operand(x, HALF: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def stored(y, like, HALF: tl.constexpr, WIDE: tl.constexpr):
+def product(
+    x,
+    y,
+    total,
+    FINE_X: tl.constexpr,
+    FINE_Y: tl.constexpr,
+    HALF: tl.constexpr,
+    WIDE: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """Return total + x y, in float32. FINE_X, FINE_Y: x, y are computed and have more digits than bfloat16."""
+    high_x, high_y = operand(x, HALF, WIDE), operand(y, HALF, WIDE)
+    if HALF and FINE_Y:
+        total = tl.dot(high_x, operand(y - high_y.to(tl.float32), HALF, WIDE), total)
+    if HALF and FINE_X:
+        total = tl.dot(operand(x - high_x.to(tl.float32), HALF, WIDE), high_y, total)
+    return tl.dot(high_x, high_y, total, input_precision=PRECISION)
+
+
+@triton.jit
+def stored(y, like, WIDE: tl.constexpr):
     """Round a result to the type of the tensor ``like``."""
-    if HALF and WIDE:
+    if WIDE and like.dtype.element_ty == tl.bfloat16:
         y = nearest(y)
     return y.to(like.dtype.element_ty)
 
@@ -216,10 +239,10 @@ def sums_kernel(
         keep = kept(mask, mask_n, at_n, left)
         if segments is not None:
             keep = keep & (ids_of(segments, segments_n, span * SPAN, at_n, n) == last)
-        fk = operand(feature_columns(columns(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP), HALF, WIDE)
-        x = operand(rows(v, v_n, v_e, at_n, at_e, keep, E), HALF, WIDE)
-        s = tl.dot(fk, x, s, input_precision=PRECISION)
-        z += tl.sum(fk.to(tl.float32), 1)
+        fk = feature_columns(columns(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP)
+        x = rows(v, v_n, v_e, at_n, at_e, keep, E)
+        s = product(fk, x, s, MAP != 1, False, HALF, WIDE, PRECISION)
+        z += tl.sum(fk, 1)
     parts += (pair * spans + span) * (D * E + D)
     tl.store(parts + at_d[:, None] * E + at_e[None, :], s, mask=(at_d[:, None] < D) & (at_e[None, :] < E))
     if block == 0:
@@ -296,6 +319,7 @@ def outputs_kernel(
     k,
     v,
     o,
+    rest,
     below,
     starts,
     mask,
@@ -337,7 +361,10 @@ def outputs_kernel(
     WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """o (B,H,N,E) and the denominators ``below`` (B,H,N) from ``starts``, the states before spans or the sum."""
+    """o (B,H,N,E) and the denominators ``below`` (B,H,N) from ``starts``, the states before spans or the sum.
+
+    ``rest``, if not None, gets what the type of o loses, in the layout of o.
+    """
     block, span, pair, b, h = place(spans, heads, (E + BE - 1) // BE)
     first, left = span.to(tl.int64) * SPAN, n - span * SPAN
     at_c, at_d, at_e = tl.arange(0, C), tl.arange(0, BD), block * BE + tl.arange(0, BE)
@@ -345,6 +372,8 @@ def outputs_kernel(
     k += b * k_b + h * k_h + first * k_n
     v += b * v_b + h * v_h + first * v_n
     o += b * o_b + h * o_h + first * o_n
+    if rest is not None:
+        rest += b * o_b + h * o_h + first * o_n
     below += pair * n + first
     starts += pair * states * (D * E + D)
     if CAUSAL:
@@ -359,36 +388,40 @@ def outputs_kernel(
     for i in range(0, SPAN // C):
         at_n = i * C + at_c
         there = at_n < left
-        fq = operand(feature_rows(rows(q, q_n, q_d, at_n, at_d, there, D), at_d, there, D, MAP), HALF, WIDE)
+        fq = feature_rows(rows(q, q_n, q_d, at_n, at_d, there, D), at_d, there, D, MAP)
         read = fq
         if segments is not None:
             ids = ids_of(segments, segments_n, span * SPAN, at_n, n)
             before = id_at(segments, segments_n, span * SPAN + i * C - 1, n)
             read = tl.where((ids == before)[:, None], fq, 0.0)
-        d = tl.sum(read.to(tl.float32) * z[None, :], 1) + eps
-        # One rounding of the state to the type of operands: 4e-4 of o, whose own rounding to bfloat16 is 1.8e-3.
-        total = tl.dot(read, operand(s, HALF, WIDE), input_precision=PRECISION)
+        d = tl.sum(read * z[None, :], 1) + eps
+        total = tl.zeros([C, BE], tl.float32)
+        total = product(read, s, total, MAP != 1, True, HALF, WIDE, PRECISION)
         if CAUSAL:
             keep = kept(mask, mask_n, at_n, left)
-            fk = operand(feature_columns(columns(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP), HALF, WIDE)
-            x = operand(rows(v, v_n, v_e, at_n, at_e, keep, E), HALF, WIDE)
+            fk = feature_columns(columns(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP)
+            x = rows(v, v_n, v_e, at_n, at_e, keep, E)
             meet = at_c[:, None] >= at_c[None, :]
             if segments is not None:
                 meet = meet & (ids[:, None] == ids[None, :])
-            a = tl.dot(fq, fk, input_precision=PRECISION)
-            a = operand(tl.where(meet, a, 0.0), HALF, WIDE)
-            d += tl.sum(a.to(tl.float32), 1)
-            total = tl.dot(a, x, total, input_precision=PRECISION)
+            a = product(fq, fk, tl.zeros([C, C], tl.float32), MAP != 1, MAP != 1, HALF, WIDE, PRECISION)
+            a = tl.where(meet, a, 0.0)
+            d += tl.sum(a, 1)
+            total = product(a, x, total, True, False, HALF, WIDE, PRECISION)
             if segments is not None:
                 last = id_at(segments, segments_n, span * SPAN + i * C + C - 1, n)
                 fk = tl.where((ids == last)[None, :], fk, 0.0)
                 s = tl.where(before == last, s, 0.0)
                 z = tl.where(before == last, z, 0.0)
-            s = tl.dot(fk, x, s, input_precision=PRECISION)
-            z += tl.sum(fk.to(tl.float32), 1)
+            s = product(fk, x, s, MAP != 1, False, HALF, WIDE, PRECISION)
+            z += tl.sum(fk, 1)
         y = tl.where(d[:, None] == 0.0, 0.0, total / tl.where(d == 0.0, 1.0, d)[:, None])
         y_mask = there[:, None] & (at_e[None, :] < E)
-        tl.store(o + at_n[:, None] * o_n + at_e[None, :] * o_e, stored(y, o, HALF, WIDE), mask=y_mask)
+        at = at_n[:, None] * o_n + at_e[None, :] * o_e
+        out = stored(y, o, WIDE)
+        tl.store(o + at, out, mask=y_mask)
+        if rest is not None:
+            tl.store(rest + at, stored(y - out.to(tl.float32), rest, WIDE), mask=y_mask)
         if block == 0:
             tl.store(below + at_n, d, mask=there)
 
@@ -397,6 +430,7 @@ def outputs_kernel(
 def grad_sums_kernel(
     q,
     o,
+    rest,
     g,
     below,
     weights,
@@ -439,6 +473,8 @@ def grad_sums_kernel(
     at_d, at_e = block * BD + tl.arange(0, BD), tl.arange(0, BE)
     q += b * q_b + h * q_h + first * q_n
     o += b * o_b + h * o_h + first * o_n
+    if rest is not None:
+        rest += b * o_b + h * o_h + first * o_n
     g += b * g_b + h * g_h + first * g_n
     below += pair * n + first
     weights += pair * n + first
@@ -450,7 +486,10 @@ def grad_sums_kernel(
         at_n = i * C + tl.arange(0, C)
         there = at_n < left
         above = rows(g, g_n, g_e, at_n, at_e, there, E)
-        w = -tl.sum(above.to(tl.float32) * rows(o, o_n, o_e, at_n, at_e, there, E).to(tl.float32), 1)
+        y = rows(o, o_n, o_e, at_n, at_e, there, E).to(tl.float32)
+        if rest is not None:
+            y += rows(rest, o_n, o_e, at_n, at_e, there, E).to(tl.float32)
+        w = -tl.sum(above.to(tl.float32) * y, 1)
         if block == 0:
             tl.store(weights + at_n, w, mask=there)
         reads = there
@@ -458,7 +497,7 @@ def grad_sums_kernel(
             reads = there & (ids_of(segments, segments_n, span * SPAN, at_n, n) == before)
         fq = feature_columns(columns(q, q_n, q_d, at_n, at_d, reads, D), at_d, reads, D, MAP)
         fq *= inverse(below, at_n, there)[None, :]
-        s = tl.dot(operand(fq, HALF, WIDE), operand(above, HALF, WIDE), s, input_precision=PRECISION)
+        s = product(fq, above, s, True, False, HALF, WIDE, PRECISION)
         z += tl.sum(fq * w[None, :], 1)
     parts += (pair * spans + span) * (D * E + D)
     tl.store(parts + at_d[:, None] * E + at_e[None, :], s, mask=(at_d[:, None] < D) & (at_e[None, :] < E))
@@ -541,37 +580,33 @@ def grad_q_kernel(
     for i in range(0, SPAN // C):
         at_n = i * C + at_c
         there = at_n < left
-        above = operand(rows(g, g_n, g_e, at_n, at_e, there, E), HALF, WIDE)
+        above = rows(g, g_n, g_e, at_n, at_e, there, E)
         w = tl.load(weights + at_n, mask=there, other=0.0)
-        rounded = operand(s, HALF, WIDE)
-        change = tl.dot(above, rounded, input_precision=PRECISION) + w[:, None] * z[None, :]
-        if HALF:
-            # S and z almost cancel, so S needs the digits that one rounding would lose.
-            rest = operand(s - rounded.to(tl.float32), HALF, WIDE)
-            change = tl.dot(above, rest, change, input_precision=PRECISION)
+        change = product(above, s, w[:, None] * z[None, :], False, True, HALF, WIDE, PRECISION)
         if segments is not None:
             ids = ids_of(segments, segments_n, span * SPAN, at_n, n)
             before = id_at(segments, segments_n, span * SPAN + i * C - 1, n)
             change = tl.where((ids == before)[:, None], change, 0.0)
         if CAUSAL:
             keep = kept(mask, mask_n, at_n, left)
-            fk = operand(feature_rows(rows(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP), HALF, WIDE)
-            x = operand(columns(v, v_n, v_e, at_n, at_e, keep, E), HALF, WIDE)
+            fk = feature_rows(rows(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP)
+            x = columns(v, v_n, v_e, at_n, at_e, keep, E)
             meet = at_c[:, None] >= at_c[None, :]
             if segments is not None:
                 meet = meet & (ids[:, None] == ids[None, :])
-            a = tl.where(meet, tl.dot(above, x, input_precision=PRECISION) + w[:, None], 0.0)
-            change = tl.dot(operand(a, HALF, WIDE), fk, change, input_precision=PRECISION)
+            a = product(above, x, tl.zeros([C, C], tl.float32), False, False, HALF, WIDE, PRECISION)
+            a = tl.where(meet, a + w[:, None], 0.0)
+            change = product(a, fk, change, True, MAP != 1, HALF, WIDE, PRECISION)
             if segments is not None:
                 last = id_at(segments, segments_n, span * SPAN + i * C + C - 1, n)
                 fk = tl.where((ids == last)[:, None], fk, 0.0)
                 s = tl.where(before == last, s, 0.0)
                 z = tl.where(before == last, z, 0.0)
-            s = tl.dot(x, fk, s, input_precision=PRECISION)
-            z += tl.sum(fk.to(tl.float32), 0)
+            s = product(x, fk, s, False, MAP != 1, HALF, WIDE, PRECISION)
+            z += tl.sum(fk, 0)
         x = rows(q, q_n, q_d, at_n, at_d, there, D).to(tl.float32)
         change *= inverse(below, at_n, there)[:, None]
-        y = stored(change * slope(x, MAP), dq, HALF, WIDE)
+        y = stored(change * slope(x, MAP), dq, WIDE)
         tl.store(dq + at_n[:, None] * dq_n + at_d[None, :] * dq_d, y, mask=there[:, None] & (at_d[None, :] < D))
 
 
@@ -653,8 +688,9 @@ def grad_k_kernel(
         at_n = i * C + at_c
         there = at_n < left
         keep = kept(mask, mask_n, at_n, left)
-        x = operand(rows(v, v_n, v_e, at_n, at_e, keep, E), HALF, WIDE)
-        change = tl.dot(x, operand(r, HALF, WIDE), input_precision=PRECISION) + u[None, :]
+        x = rows(v, v_n, v_e, at_n, at_e, keep, E)
+        change = tl.zeros([C, BD], tl.float32) + u[None, :]
+        change = product(x, r, change, False, True, HALF, WIDE, PRECISION)
         if segments is not None:
             ids = ids_of(segments, segments_n, span * SPAN, at_n, n)
             before = id_at(segments, segments_n, span * SPAN + i * C - 1, n)
@@ -662,24 +698,24 @@ def grad_k_kernel(
             change = tl.where((ids == last)[:, None], change, 0.0)
         if CAUSAL:
             fq = feature_rows(rows(q, q_n, q_d, at_n, at_d, there, D), at_d, there, D, MAP)
-            above = operand(columns(g, g_n, g_e, at_n, at_e, there, E), HALF, WIDE)
+            above = columns(g, g_n, g_e, at_n, at_e, there, E)
             c = inverse(below, at_n, there)
             w = tl.load(weights + at_n, mask=there, other=0.0)
             meet = at_c[:, None] <= at_c[None, :]
             if segments is not None:
                 meet = meet & (ids[:, None] == ids[None, :])
-            a = tl.dot(x, above, input_precision=PRECISION)
+            a = product(x, above, tl.zeros([C, C], tl.float32), False, False, HALF, WIDE, PRECISION)
             a = tl.where(meet, (a + w[None, :]) * c[None, :], 0.0)
-            change = tl.dot(operand(a, HALF, WIDE), operand(fq, HALF, WIDE), change, input_precision=PRECISION)
+            change = product(a, fq, change, True, MAP != 1, HALF, WIDE, PRECISION)
             if segments is not None:
                 fq = tl.where((ids == before)[:, None], fq, 0.0)
                 r = tl.where(before == last, r, 0.0)
                 u = tl.where(before == last, u, 0.0)
             fq *= c[:, None]
-            r = tl.dot(above, operand(fq, HALF, WIDE), r, input_precision=PRECISION)
+            r = product(above, fq, r, False, True, HALF, WIDE, PRECISION)
             u += tl.sum(fq * w[:, None], 0)
         x = rows(k, k_n, k_d, at_n, at_d, keep, D).to(tl.float32)
-        y = stored(tl.where(keep[:, None], change * slope(x, MAP), 0.0), dk, HALF, WIDE)
+        y = stored(tl.where(keep[:, None], change * slope(x, MAP), 0.0), dk, WIDE)
         tl.store(dk + at_n[:, None] * dk_n + at_d[None, :] * dk_d, y, mask=there[:, None] & (at_d[None, :] < D))
 
 
@@ -752,8 +788,8 @@ def grad_v_kernel(
         at_n = i * C + at_c
         there = at_n < left
         keep = kept(mask, mask_n, at_n, left)
-        fk = operand(feature_rows(rows(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP), HALF, WIDE)
-        change = tl.dot(fk, operand(r, HALF, WIDE), input_precision=PRECISION)
+        fk = feature_rows(rows(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP)
+        change = product(fk, r, tl.zeros([C, BE], tl.float32), MAP != 1, True, HALF, WIDE, PRECISION)
         if segments is not None:
             ids = ids_of(segments, segments_n, span * SPAN, at_n, n)
             before = id_at(segments, segments_n, span * SPAN + i * C - 1, n)
@@ -761,20 +797,20 @@ def grad_v_kernel(
             change = tl.where((ids == last)[:, None], change, 0.0)
         if CAUSAL:
             fq = feature_columns(columns(q, q_n, q_d, at_n, at_d, there, D), at_d, there, D, MAP)
-            above = operand(rows(g, g_n, g_e, at_n, at_e, there, E), HALF, WIDE)
+            above = rows(g, g_n, g_e, at_n, at_e, there, E)
             c = inverse(below, at_n, there)
             meet = at_c[:, None] <= at_c[None, :]
             if segments is not None:
                 meet = meet & (ids[:, None] == ids[None, :])
-            a = tl.dot(fk, operand(fq, HALF, WIDE), input_precision=PRECISION)
+            a = product(fk, fq, tl.zeros([C, C], tl.float32), MAP != 1, MAP != 1, HALF, WIDE, PRECISION)
             a = tl.where(meet, a * c[None, :], 0.0)
-            change = tl.dot(operand(a, HALF, WIDE), above, change, input_precision=PRECISION)
+            change = product(a, above, change, True, False, HALF, WIDE, PRECISION)
             if segments is not None:
                 fq = tl.where((ids == before)[None, :], fq, 0.0)
                 r = tl.where(before == last, r, 0.0)
             fq *= c[None, :]
-            r = tl.dot(operand(fq, HALF, WIDE), above, r, input_precision=PRECISION)
-        y = stored(tl.where(keep[:, None], change, 0.0), dv, HALF, WIDE)
+            r = product(fq, above, r, True, False, HALF, WIDE, PRECISION)
+        y = stored(tl.where(keep[:, None], change, 0.0), dv, WIDE)
         tl.store(dv + at_n[:, None] * dv_n + at_e[None, :] * dv_e, y, mask=there[:, None] & (at_e[None, :] < E))
 
 
@@ -813,7 +849,6 @@ def step_kernel(
     MAP: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
-    HALF: tl.constexpr,
     WIDE: tl.constexpr,
 ):
     """One token: o (B,H,E) and the state after it (B,H,D,E+1), which may be ``state`` itself. A program per head."""
@@ -837,6 +872,6 @@ def step_kernel(
     d = tl.sum(fq * z, 0) + eps
     total = tl.sum(fq[:, None] * s, 0)
     y = tl.where(d == 0.0, 0.0, total / tl.where(d == 0.0, 1.0, d))
-    tl.store(o + b * o_b + h * o_h + at_e * o_e, stored(y, o, HALF, WIDE), mask=in_e)
+    tl.store(o + b * o_b + h * o_h + at_e * o_e, stored(y, o, WIDE), mask=in_e)
     tl.store(after + at_d[:, None] * after_d + at_e[None, :] * after_e, s, mask=inside)
     tl.store(after + at_d * after_d + E * after_e, z, mask=in_d)
