@@ -112,7 +112,7 @@ def test_strides_are_read_in_place():
 @pytest.mark.parametrize("packed", [False, True])
 def test_masked_tokens_are_not_read(packed):
     """Nor is the gradient of their outputs: the same bits with NaN there."""
-    given = arguments(70, 0.2, repeats=2)
+    given = arguments(70, 0.2)
     generator = torch.Generator().manual_seed(1)
     mask = (torch.rand(2, 70, generator=generator) < 0.6).to(DEVICE)
     segments = (torch.rand(2, 70, generator=generator) < 0.05).cumsum(1).to(DEVICE) if packed else None
@@ -296,14 +296,13 @@ def built(dtype, size, capability):
     return compiled_all(requests)
 
 
-# Bytes of the stack that registers spill to: of the kernels up to the outputs, and of the gradients of q, k, v.
+# Bytes of the stack that registers spill to, with Triton 3.6 and 3.9: of the kernels up to the outputs, and of the
+# gradients of q, k, v.
 SPILLS = {
-    ("bfloat16", 64, 90): (0, 64),
-    ("bfloat16", 128, 90): (0, 256),
+    ("bfloat16", 64, 90): (0, 96),
+    ("bfloat16", 128, 90): (120, 256),
     ("bfloat16", 64, 80): (8, 192),
-    ("bfloat16", 128, 80): (8, 192),
-    ("float32", 64, 90): (16, 256),
-    ("float32", 64, 80): (64, 256),
+    ("float32", 64, 90): (56, 344),
 }
 
 

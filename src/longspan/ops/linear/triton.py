@@ -125,6 +125,19 @@ def constants(kernel: str, d: int, e: int, dtype: torch.dtype, capability: int) 
     }
 
 
+def step_constants(d: int, e: int, feature_map: str) -> dict[str, Any]:
+    """Return the sizes and launch options of ``step_kernel``."""
+    return {
+        "D": d,
+        "E": e,
+        "MAP": MAPS[feature_map],
+        "BD": tiles.power_of_two(d),
+        "BE": tiles.power_of_two(e),
+        "WIDE": triton.interpreted(),
+        "num_warps": 4 if d * e <= 64 * 64 else 8,
+    }
+
+
 def _precision(dtype: torch.dtype) -> str:
     # float16 is multiplied as float32, but one TF32 product would lose digits that float16 has.
     if dtype == torch.float16 and not triton.interpreted():
@@ -158,12 +171,22 @@ def _prefix(
     """Run ``prefix_kernel`` on parts (B,H,spans,D(E+1))."""
     kernels = _kernels()
     batch, heads, spans, size = parts.shape
-    d, e = end.shape[-2], end.shape[-1] - 1
     strides = (0, 0, 0, 0) if given is None else given.stride()
     span = tiles.span(n, batch * heads)
-    options = {"D": d, "E": e, "SPAN": span, "CAUSAL": causal, "REVERSE": reverse, "BLOCK": PREFIX}
+    sizes = {"D": end.shape[-2], "E": end.shape[-1] - 1, "SPAN": span, "BLOCK": PREFIX}
     kernels.prefix_kernel[(-(-size // PREFIX) * batch * heads,)](
-        parts, given, end, segments, n, spans, heads, *strides, *_strides(segments), **options
+        parts,
+        given,
+        end,
+        segments,
+        n,
+        spans,
+        heads,
+        *strides,
+        *_strides(segments),
+        **sizes,
+        CAUSAL=causal,
+        REVERSE=reverse,
     )
 
 
@@ -468,13 +491,7 @@ def _launch_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, after: Tensor, 
             *state.stride(),
             *after.stride(),
             *strides[3],
-            D=d,
-            E=e,
-            MAP=MAPS[feature_map],
-            BD=tiles.power_of_two(d),
-            BE=tiles.power_of_two(e),
-            WIDE=triton.interpreted(),
-            num_warps=4 if d * e <= 64 * 64 else 8,
+            **step_constants(d, e, feature_map),
         )
     return o
 

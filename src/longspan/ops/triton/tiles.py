@@ -25,8 +25,8 @@ class Tile(NamedTuple):
 # The dimension of the state that the programs of a kernel share. Each program holds all channels of the other one.
 SPLIT = {"sums": "E", "outputs": "E", "grad_sums": "D", "grad_q": "D", "grad_k": "D", "grad_v": "E"}
 
-# (up to 64 channels, bfloat16): the same for all kernels and capabilities so far. Products on Hopper need 64 tokens.
-# Three TF32 products need three times the registers of one, so float32 has smaller tiles.
+# (up to 64 channels, bfloat16): for most kernels and capabilities. Products on Hopper use its instructions from 64
+# tokens on. Three TF32 products need three times the registers of one, so float32 has smaller tiles.
 _SIZES = {
     (True, True): Tile(64, 64, 4, 2),
     (False, True): Tile(64, 64, 8, 2),
@@ -40,6 +40,10 @@ TILES: dict[tuple[str, bool, bool, bool], Tile] = {
     for small, half in _SIZES
     for hopper in (True, False)
 }
+# Kernels that multiply two computed operands hold each as two of bfloat16, which would spill with 64 tokens.
+for _kernel in ("outputs", "grad_q", "grad_k", "grad_v"):
+    TILES[_kernel, True, True, False] = Tile(32, 64, 4, 2)
+    TILES[_kernel, False, True, False] = TILES[_kernel, False, True, True] = Tile(32, 64, 8, 2)
 
 
 def tile(kernel: str, d: int, e: int, dtype: torch.dtype, capability: int) -> Tile:
