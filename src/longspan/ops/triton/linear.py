@@ -1,4 +1,4 @@
-# pyright: basic, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
+# pyright: basic, reportArgumentType=false, reportOperatorIssue=false, reportPossiblyUnboundVariable=false
 # Triton compiles these functions from their source, where parameters have no types that pyright knows.
 """Triton kernels of normalized linear attention: sums over spans of tokens, outputs, gradients, and one token.
 
