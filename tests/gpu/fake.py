@@ -201,13 +201,13 @@ def accelerator() -> Iterator[Count]:
 
         return tensor
 
-    # Lists are read for the lengths of sequences, which are not 0.
+    # Lists are read for the lengths of sequences, which are not 0, and for the counters of states, which start at 0.
     def tolist(x: Tensor) -> Any:
         count.syncs.append(line())
-        return nested(x.shape)
+        return nested(x.shape, 0 if line().startswith("states/counters") else 1)
 
-    def nested(shape: Sequence[int]) -> Any:
-        return [nested(shape[1:])] * shape[0] if shape else 1
+    def nested(shape: Sequence[int], value: int) -> Any:
+        return [nested(shape[1:], value)] * shape[0] if shape else value
 
     def new_tensor(x: Tensor, data: Any, *, dtype: torch.dtype | None = None, device: Any = None) -> Tensor:
         return torch.tensor(data, dtype=dtype or x.dtype, device=device or x.device)
