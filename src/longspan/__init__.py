@@ -17,6 +17,7 @@ from .modules.set_blocks import ISAB, MAB, PMA, SAB
 from .ops.backends import backend
 from .ops.convolution import causal_convolution
 from .ops.gated import decay_attention, delta_rule
+from .ops.gated.general import general_delta_rule
 from .ops.linear import linear_attention
 from .ops.scan import diagonal_scan, selective_scan
 from .ops.sparse import sparse_attention
@@ -49,6 +50,7 @@ __all__ = [
     "decay_attention",
     "delta_rule",
     "diagonal_scan",
+    "general_delta_rule",
     "generate",
     "linear_attention",
     "list_mechanisms",
