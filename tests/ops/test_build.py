@@ -281,6 +281,7 @@ class TestFamilies:
         calls = {
             "linear": lambda: longspan.build("linear", 8, 2)(torch.randn(1, 5, 8)),
             "gated": lambda: gated.recur(x, x, x, beta=torch.ones(1, 2, 5)),
+            "general": lambda: longspan.general_delta_rule(x, x, x, read=x, erase=x),
             "convolution": lambda: convolution.convolve(x[0, :, :, :2], weights),
             "scan": lambda: longspan.diagonal_scan(x[0], -torch.ones(2, 5, 4)),
             "pattern": lambda: sparse.native.why_not(x, x, x),

@@ -13,7 +13,14 @@ from longspan.ops.native.build import toolchain
 ROOT = Path(__file__).parents[2]
 BATTERY = tuple(
     f"tests/{part}.py"
-    for part in ("ops/test_native", "ops/test_sequence", "model/test_engine", "ops/test_gated_native", "ops/test_tiles")
+    for part in (
+        "ops/test_native",
+        "ops/test_sequence",
+        "model/test_engine",
+        "ops/test_gated_native",
+        "ops/test_general_native",
+        "ops/test_tiles",
+    )
 )
 
 

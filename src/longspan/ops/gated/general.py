@@ -1,7 +1,6 @@
 """The general delta rule: P_t = Diag(alpha_t) S_{t-1}, S_t = P_t + k_t v_t^T - e_t (P_t^T r_t)^T."""
 
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -9,16 +8,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..arguments import check_mask, check_segments, check_state, describe
-from ..backends import choose_backend
+from ..backends import choose_backend, log_backend, resolve_backend
 from ..isolated import Packed, Part, isolated
+from ..native import call
 from ..operands import check_donation, check_scale, check_stored, materialize_neg, same_device, transformed, zero_masked
 from ..packed import check_packed
 from ..tensors import per_root, upcast_half
 from . import general_chunks as chunks
+from . import general_native as kernels
 from .decays import LOWEST
 
 GENERAL = "the general delta rule"
-SERVED = ("reference", "torch")
+SERVED = ("reference", "torch", "native")
 
 
 @overload
@@ -135,6 +136,11 @@ def general_delta_rule(
     check_scale(scale)
     if donate and state is not None:
         check_donation(state, query=query, key=key, value=value, read=read, erase=erase, log_decay=log_decay)
+    if mask is None and segments is None and cu_seqlens is None and state is not None:
+        # Fast path for one-token decoding, which validates its own shapes.
+        found = _token(query, key, value, read, erase, log_decay, scale, read_before_decay, state, donate)
+        if found is not None:
+            return found if return_state else found[0]
     _check(query, key, value, read, erase, log_decay, mask, segments, cu_seqlens, state)
     options: dict[str, Any] = {"scale": scale, "read_before_decay": read_before_decay, "cu_seqlens": cu_seqlens}
 
@@ -186,77 +192,70 @@ def recur(
         # D = 0 equals one channel of zeros, which every form can take.
         q, k, read, erase = (F.pad(t, (0, 1)) for t in (q, k, read, erase))
         log_decay = F.pad(log_decay, (0, 1)) if log_decay is not None and log_decay.dim() == 4 else log_decay
-        options: dict[str, Any] = {"read": read, "erase": erase, "log_decay": log_decay, "scale": scale, "mask": mask}
-        options |= {"read_before_decay": early, "segments": segments, "cu_seqlens": cu_seqlens}
-        out, end = recur(q, k, v, **options, state=F.pad(state, (0, 0, 0, 1)))
+        given: dict[str, Any] = {"read": read, "erase": erase, "log_decay": log_decay, "scale": scale, "mask": mask}
+        given |= {"read_before_decay": early, "segments": segments, "cu_seqlens": cu_seqlens}
+        out, end = recur(q, k, v, **given, state=F.pad(state, (0, 0, 0, 1)))
         return out, end[:, :, :0]
-    q, k, v, read, erase, state, log_decay = materialize_neg(q, k, v, read, erase, state, log_decay)
-    assert state is not None
-    options = {"read": read, "erase": erase, "log_decay": log_decay, "state": state, "scale": factor, "mask": mask}
-    options |= {"segments": segments, "early": early}
-    packed = {"cu_seqlens": cu_seqlens}
     token = q.shape[2] == 1 and cu_seqlens is None
-    match choose_backend(GENERAL, SERVED, {}, prefer="torch" if token else ""):
+    if token and mask is None:
+        found = _token(q, k, v, read, erase, log_decay, factor, early, state, donate)
+        if found is not None:
+            return found
+    operands = materialize_neg(q, k, v, read, erase, log_decay, state)
+    options: dict[str, Any] = {"scale": factor, "mask": mask, "segments": segments, "early": early}
+    native = call.why_not(q, k, v, state, read, erase, log_decay, mask, segments, cu_seqlens, family="general")
+    if not native and not read.dtype == erase.dtype == v.dtype:
+        native = "they take reads and erasures in the dtype of values"
+    match choose_backend(GENERAL, SERVED, {"native": native}, prefer="torch" if token else ""):
+        case "native":
+            return kernels.attend(*operands, **options, cu_seqlens=cu_seqlens)
         case "reference":
-            return _by_sequence(reference, q, k, v, **options, **packed)
+            return chunks.by_sequence(reference, *operands, **options, cu_seqlens=cu_seqlens)
         case _ if q.shape[2] == 0 or v.numel() == 0:
             return torch.zeros_like(v), state.clone()
         case _ if token:
             # A single token belongs to the segment of the state.
-            return step(q, k, v, **options, donate=donate and not transformed())
-        case _ if transformed():
-            return _by_sequence(_composed, q, k, v, **options, **packed)
+            return step(*operands, **options, donate=donate and not transformed())
         case _:
-            return _by_sequence(chunks.attend, q, k, v, **options, **packed)
+            form = chunks.composed if transformed() else chunks.attend
+            return chunks.by_sequence(form, *operands, **options, cu_seqlens=cu_seqlens)
 
 
-def _composed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    operands = [options.pop(name) for name in ("read", "erase", "log_decay", "state")]
-    return chunks.composed(q, k, v, *operands, **options)
-
-
-def _by_sequence(
-    form: Callable[..., tuple[Tensor, Tensor]],
-    *tokens: Tensor,
-    state: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    cu_seqlens: Tensor | None,
+def _token(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
     read: Tensor,
     erase: Tensor,
     log_decay: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Call ``form``, which does not handle cu_seqlens, once or for each sequence."""
-    gates = {"read": read, "erase": erase, "log_decay": log_decay}
-    if cu_seqlens is None:
-        return form(*tokens, **gates, state=state, mask=mask, segments=segments, **options)
-    out, ends = [tokens[2][:, :, :0]], [state[:0]]
-    for s, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        one = state[s : s + 1]
-        if begin < end:
-            here = {name: t if t is None else t[:, :, begin:end] for name, t in gates.items()}
-            real = None if mask is None else mask[:, begin:end]
-            own = (t[:, :, begin:end] for t in tokens)
-            o, one = form(*own, **here, state=one, mask=real, segments=None, **options)
-            out.append(o)
-        ends.append(one)
-    return torch.cat(out, 2), torch.cat(ends)
+    scale: float | None,
+    early: bool,
+    state: Tensor,
+    donate: bool,
+) -> tuple[Tensor, Tensor] | None:
+    """Return ``kernels.step`` if the backend is native, else None."""
+    if resolve_backend(GENERAL, SERVED, "native") != "native":
+        return None
+    options: dict[str, Any] = {"log_decay": log_decay, "scale": scale, "early": early, "state": state}
+    found = kernels.step(q, k, v, read=read, erase=erase, **options, donate=donate)
+    if found is not None:
+        log_backend(GENERAL, "native")
+    return found
 
 
 def reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     read: Tensor,
     erase: Tensor,
     log_decay: Tensor | None,
-    scale: float,
-    early: bool,
+    state: Tensor,
+    *,
     mask: Tensor | None,
     segments: Tensor | None,
-    state: Tensor,
+    scale: float,
+    early: bool,
 ) -> tuple[Tensor, Tensor]:
     """The definition, token by token, in float32 at least; arguments as in ``recur``; ``early``: read_before_decay."""
     if not k.shape[1]:
@@ -287,15 +286,15 @@ def step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     read: Tensor,
     erase: Tensor,
     log_decay: Tensor | None,
-    scale: float,
-    early: bool,
+    state: Tensor,
+    *,
     mask: Tensor | None,
     segments: Tensor | None,
-    state: Tensor,
+    scale: float,
+    early: bool,
     donate: bool,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence for N = 1, in few passes over the state, which ``donate=True`` overwrites."""

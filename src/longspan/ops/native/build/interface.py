@@ -18,6 +18,12 @@ FAMILIES: dict[str, dict[str, tuple[type | None, tuple[type, ...]]]] = {
         "longspan_gated_step": (INT, (*[POINTER] * 7, *[LONG] * 4, INT, INT, INT, FLOAT, INT)),
         "longspan_gated_span": (LONG, ()),
     },
+    "general": {
+        "longspan_general_forward": (INT, (*[POINTER] * 15, INT, INT, FLOAT, INT)),
+        "longspan_general_backward": (INT, (*[POINTER] * 20, INT, INT, INT, FLOAT, INT)),
+        "longspan_general_step": (INT, (*[POINTER] * 8, *[LONG] * 4, INT, INT, INT, FLOAT, INT)),
+        "longspan_general_span": (LONG, ()),
+    },
     "convolution": {
         "longspan_convolution_forward": (INT, (*[POINTER] * 10, INT, INT, INT)),
         "longspan_convolution_backward": (INT, (*[POINTER] * 13, INT, INT, INT)),

@@ -77,6 +77,39 @@ def _gated() -> Comparisons:
             yield f"the {part} of the delta rule for {n} tokens, decay {shape}", result, definition
 
 
+def _general() -> Comparisons:
+    """The general delta rule, with two value heads per key head, reads before and after the decay."""
+    from ...backends import backend
+    from ...gated import general
+
+    generator = torch.Generator().manual_seed(0)
+    cases = (1, (3, 4, 1, 37), True), (1, (3, 4, 1), False), (70, (3, 4, 70), False), (70, (3, 4, 70, 37), True)
+    for n, shape, early in cases:
+        vectors = [torch.randn(3, 2, n, 37, generator=generator) for _ in range(4)]
+        q, k, read, erase = (torch.nn.functional.normalize(t, dim=-1) for t in vectors)
+        v, state = torch.randn(3, 4, n, 64, generator=generator), torch.randn(3, 4, 37, 64, generator=generator)
+        gates = {"read": read, "erase": erase, "log_decay": -torch.rand(shape, generator=generator)}
+        for t in gates.values():
+            t.requires_grad_(n > 1)
+        with backend("native"):
+            results = _values(partial(general.recur, **gates, read_before_decay=early), [q, k, v], state, n > 1, gates)
+        exact = {name: t.detach().double().requires_grad_(n > 1) for name, t in gates.items()}
+        right = partial(_general_definition, exact, early)
+        expected = _values(right, [t.double() for t in (q, k, v)], state.double(), n > 1, exact)
+        parts = (*PARTS, "gradient of reads", "gradient of erasures", "gradient of decays")
+        for part, result, definition in zip(parts, results, expected, strict=False):
+            yield f"the {part} of the general delta rule for {n} tokens, decay {shape}", result, definition
+
+
+def _general_definition(
+    gates: dict[str, Tensor], early: bool, q: Tensor, k: Tensor, v: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    from ...gated import general
+
+    options: dict[str, Any] = {"mask": None, "segments": None, "scale": 37**-0.5, "early": early}
+    return general.reference(q, k, v, gates["read"], gates["erase"], gates["log_decay"], state, **options)
+
+
 def _convolutions() -> Comparisons:
     """The causal convolution of tokens and sequences in each dtype."""
     from ... import convolution
@@ -154,6 +187,7 @@ def _patterns() -> Comparisons:
 COMPARISONS: dict[str, Callable[[], Comparisons]] = {
     "linear": _linear,
     "gated": _gated,
+    "general": _general,
     "convolution": _convolutions,
     "scan": _scans,
     "pattern": _patterns,
@@ -168,12 +202,18 @@ def _dense(phi: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, sta
     return read[..., :-1] / (read[..., -1:] + 1e-6), state + k.mT @ v
 
 
-def _values(call: Callable[..., Any], parts: list[Tensor], state: Tensor, gradients: bool) -> list[Tensor]:
-    """Return the output, the last state, and with ``gradients`` the gradients of all operands."""
+def _values(
+    call: Callable[..., Any],
+    parts: list[Tensor],
+    state: Tensor,
+    gradients: bool,
+    more: dict[str, Tensor] | None = None,
+) -> list[Tensor]:
+    """Return the output, the last state, and with ``gradients`` those of all operands, and of ``more`` tensors."""
     leaves = [t.detach().requires_grad_(gradients) for t in (*parts, state)]
     q, k, v, first = leaves
     output, last = call(q, k, v, state=first)
     values = [output.detach(), last.detach()]
     if gradients:
-        values += torch.autograd.grad(output.sin().sum() + last.sin().sum(), leaves)
+        values += torch.autograd.grad(output.sin().sum() + last.sin().sum(), [*leaves, *(more or {}).values()])
     return values
