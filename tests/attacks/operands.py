@@ -11,13 +11,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from longspan import backend, decay_attention, delta_rule, linear_attention, sparse_attention
+from longspan import backend, decay_attention, delta_rule, general_delta_rule, linear_attention, sparse_attention
 from longspan.ops.native.call import available
 
 from . import Case
 
 SHORT, LONG = 120, 6000
-OPERATIONS = ("linear", "decay", "delta", "sparse")
+OPERATIONS = ("linear", "decay", "delta", "general", "sparse")
 PATTERNS = ("causal", "band(3)", "band(3, 2) | globals(2)", "random(2)", "causal & (band(2) | strided(16))", "block(5)")
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 3e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
@@ -56,7 +56,13 @@ def attack(name: str, dice: random.Random, seed: int) -> str | None:
 
 
 def call(name: str, options: dict) -> Tensor:
-    functions = {"linear": linear_attention, "decay": decay_attention, "delta": delta_rule, "sparse": sparse_attention}
+    functions = {
+        "linear": linear_attention,
+        "decay": decay_attention,
+        "delta": delta_rule,
+        "general": general_delta_rule,
+        "sparse": sparse_attention,
+    }
     return functions[name](**options)
 
 
@@ -72,12 +78,15 @@ def operands(name: str, dice: random.Random, generator: torch.Generator) -> tupl
         return torch.randn(*shape, generator=generator)
 
     made = {"query": normal(b, h, n, d) * size, "key": normal(b, h, n, d) * size, "value": normal(b, h, n, e)}
-    if name in ("decay", "delta"):
+    if name in ("decay", "delta", "general"):
         made["key"] = torch.nn.functional.normalize(made["key"], dim=-1)
         if name == "decay" or dice.random() < 0.7:
             made["log_decay"] = -normal(*dice.choice([(b, h, n), (b, h, n, d)])).abs() * dice.choice([0.1, 1.0, 100.0])
         if name == "delta":
             made["beta"] = normal(b, h, n).sigmoid()
+        if name == "general":
+            made["read"] = torch.nn.functional.normalize(normal(b, h, n, d), dim=-1)
+            made["erase"] = made["read"] * normal(b, h, n, d).sigmoid()
     options: dict = {k: view(t.to(dtype), dice) for k, t in made.items()}
     if dice.random() < 0.4:
         options["mask"] = torch.rand(b, n, generator=generator) > 0.4
@@ -93,6 +102,8 @@ def operands(name: str, dice: random.Random, generator: torch.Generator) -> tupl
         wide = torch.promote_types(dtype, torch.float32)
         options["state"] = view(normal(b, h, d, e + (name == "linear")).abs().to(wide), dice)
         options["donate"] = dice.random() < 0.3
+    if name == "general":
+        options["read_before_decay"] = dice.random() < 0.5
     return options, spoil(options, dice) if dice.random() < 0.25 else ""
 
 

@@ -6,13 +6,16 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.export import Dim, export
 
 import longspan
 from longspan import general_delta_rule
-from longspan.ops.gated import chunks, general_chunks
+from longspan.ops.gated import chunks, general, general_chunks
 
 FORMS = ("reference", "torch")
 NAMES = ("query", "key", "value", "read", "erase", "log_decay", "state")
+EARLY = {"read_before_decay": True}
 DECAYS = ("none", "head", "channel")
 
 
@@ -171,7 +174,7 @@ def test_strong_decay(decay, early):
 
 @pytest.mark.parametrize("early", [False, True])
 def test_what_is_forgotten_is_gone(early):
-    """A state of infinity does not survive -inf, except in what is read before the decay."""
+    """The state before -inf has no effect, except on a token that reads before its decay."""
     given = made(3)
     given["log_decay"][:, :, 1] = -torch.inf
     same = {**given, "state": given["state"] * 0, "read": given["read"].clone()}
@@ -242,6 +245,30 @@ def test_transforms(early):
         warnings.simplefilter("ignore")
         _, slope = torch.func.jvp(loss, tuple(t.detach() for t in leaves), tangents)
     assert_close([slope], [sum(g.sum() for g in expected)])
+
+
+class TestExported:
+    """torch.export: one operation for every batch and length."""
+
+    class Recurrence(nn.Module):
+        def forward(self, *tensors):
+            return general_delta_rule(**dict(zip(NAMES, tensors, strict=True)), **EARLY, return_state=True)
+
+    def test_one_program_for_every_batch_and_length(self):
+        batch, tokens = Dim("B", min=1), Dim("N", min=1)
+        shapes = [{0: batch, 2: tokens}] * 6 + [{0: batch}]
+        program = export(self.Recurrence(), tuple(made(50).values()), dynamic_shapes=(tuple(shapes),)).module()
+        for rows, n in ((1, 1), (3, 9), (2, 145)):
+            given = [t.requires_grad_() for t in made(n, batch=rows, repeats=1).values()]
+            found, expected = program(*given), self.Recurrence()(*given)
+            assert_close(found, expected)
+            slopes = [torch.autograd.grad(sum(t.sin().sum() for t in one), given) for one in (found, expected)]
+            assert_close(*slopes)
+
+    def test_the_operation_keeps_the_rules_of_torch(self):
+        given = [t.requires_grad_() for t in made(4).values()]
+        wanted = ("test_schema", "test_autograd_registration", "test_faketensor")
+        torch.library.opcheck(general.recurrence, (*given, None, None, None, 0.5, True), test_utils=wanted)
 
 
 class TestRows:

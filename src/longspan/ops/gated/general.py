@@ -15,6 +15,7 @@ from ..operands import check_donation, check_scale, check_stored, materialize_ne
 from ..packed import check_packed
 from ..tensors import per_root, upcast_half
 from . import general_chunks as chunks
+from . import general_exported
 from . import general_native as kernels
 from .decays import LOWEST
 
@@ -188,13 +189,16 @@ def recur(
         sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         state = v.new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1], dtype=upcast_half(v[:0]).dtype)
     early, factor = read_before_decay, per_root(q.shape[-1]) if scale is None else scale
+    if torch.compiler.is_exporting():
+        given = (q, k, v, read, erase, log_decay, state, mask, segments, cu_seqlens, factor, early)
+        return recurrence(*given)
     if not q.shape[-1]:
         # D = 0 equals one channel of zeros, which every form can take.
         q, k, read, erase = (F.pad(t, (0, 1)) for t in (q, k, read, erase))
         log_decay = F.pad(log_decay, (0, 1)) if log_decay is not None and log_decay.dim() == 4 else log_decay
-        given: dict[str, Any] = {"read": read, "erase": erase, "log_decay": log_decay, "scale": scale, "mask": mask}
-        given |= {"read_before_decay": early, "segments": segments, "cu_seqlens": cu_seqlens}
-        out, end = recur(q, k, v, **given, state=F.pad(state, (0, 0, 0, 1)))
+        more: dict[str, Any] = {"read": read, "erase": erase, "log_decay": log_decay, "scale": scale, "mask": mask}
+        more |= {"read_before_decay": early, "segments": segments, "cu_seqlens": cu_seqlens}
+        out, end = recur(q, k, v, **more, state=F.pad(state, (0, 0, 0, 1)))
         return out, end[:, :, :0]
     token = q.shape[2] == 1 and cu_seqlens is None
     if token and mask is None:
@@ -219,6 +223,10 @@ def recur(
         case _:
             form = chunks.composed if transformed() else chunks.attend
             return chunks.by_sequence(form, *operands, **options, cu_seqlens=cu_seqlens)
+
+
+# The operation that exported programs contain.
+recurrence = general_exported.operation(recur)
 
 
 def _token(
