@@ -91,7 +91,7 @@ class TestPapers:
         return out
 
     def test_rwkv7(self, given):
-        """S_t = S_{t-1} (diag(w_t) - kk_t^T (a_t * kk_t)) + v_t^T k_t (2503.14456, eq. 17)."""
+        """S_t = S_{t-1} (diag(w_t) - kk_t^T (a_t * kk_t)) + v_t^T k_t (2503.14456)."""
         q, k, v, kk, decay = (given[name] for name in ("query", "key", "value", "read", "log_decay"))
         a = torch.rand_like(kk)
 

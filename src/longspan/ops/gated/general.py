@@ -131,7 +131,7 @@ def general_delta_rule(
         torch.Size([1, 2, 5, 8])
 
     References:
-        Diagonal plus rank one: Peng et al. 2025 (2503.14456), eq. 17. The form in chunks: Yang et al. 2024
+        Diagonal plus rank one: Peng et al. 2025 (2503.14456). The form in chunks: Yang et al. 2024
         (2406.06484), section 3.
     """
     check_scale(scale)

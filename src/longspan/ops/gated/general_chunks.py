@@ -9,7 +9,7 @@ With G_i the sum of the log decays of a chunk up to token i, S the state before 
     S' = e^(G_C) S + (e^(G_C - G) K)^T V - (e^(G_C - G) E)^T U
 
 which is the WY form of a product of matrices Diag(e^g) - e r^T (Yang et al. 2024, 2406.06484, section 3; Peng et al.
-2025, 2503.14456, appendix). If tokens read before the decay, row i of [r .] and of e^G R has G_(i-1) in place of G_i.
+2025, 2503.14456). If tokens read before the decay, row i of [r .] and of e^G R has G_(i-1) in place of G_i.
 Then row i equals row i - 1 of the products of rows that are moved up by one, so no decay is divided out.
 
 Axes and shapes as in ``chunks``.
