@@ -16,7 +16,7 @@ BATTERY = tuple(
     for part in (
         "ops/test_native",
         "ops/test_sequence",
-        "model/test_engine",
+        "generation/test_engine",
         "ops/test_gated_native",
         "ops/test_general_native",
         "ops/test_tiles",
