@@ -84,7 +84,7 @@ class FlaForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _is_stateful = True
-    _no_split_modules: ClassVar[list[str]] = ["Block"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    _no_split_modules: ClassVar[list[str]] = ["Block", "RwkvBlock"]  # pyright: ignore[reportIncompatibleVariableOverride]
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
 
     def __init__(self, config: FlaConfig):

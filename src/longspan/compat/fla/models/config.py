@@ -145,8 +145,9 @@ class FlaConfig(PreTrainedConfig):
 
 
 def _common_check(config: Any) -> str:
-    if config.hidden_act not in ("swish", "silu"):
-        return f"hidden_act={config.hidden_act!r} must be 'swish'"
+    act = config.family.options.get("hidden_act", COMMON["hidden_act"])
+    if {"silu": "swish"}.get(config.hidden_act, config.hidden_act) != act:
+        return f"hidden_act={config.hidden_act!r} must be {act!r}"
     attn = config.attn
     for one in attn if isinstance(attn, list | tuple) else [attn] if attn else []:
         known = {"layers", "num_heads", "num_kv_heads", "qkv_bias", "qk_norm", "window_size", "rope_theta"}
