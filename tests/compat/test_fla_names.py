@@ -39,9 +39,9 @@ def test_default_options_are_those_of_the_original(name):
     if name not in models.supported():
         pytest.skip(f"{name} is not supported")
     recorded, options = RECORDED[name]["defaults"], COMMON | dict(models.supported()[name].options)
-    if name == "hgrn2":
-        # The original derives it from the width and expand_ratio, which its layer prefers.
-        del options["num_heads"]
+    # The original derives them from other options, which its layers prefer.
+    for derived in {"hgrn2": ("num_heads",), "rwkv7": ("num_heads", "value_dim")}.get(name, ()):
+        del options[derived]
     assert {
         key: (value, recorded[key]) for key, value in options.items() if key in recorded and recorded[key] != value
     } == {}

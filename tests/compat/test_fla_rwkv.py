@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 
-from fla_laws import LAWS, build, close, saved
+from fla_laws import IDS, LAWS, build, close, saved
 from longspan.compat import fla
-from longspan.compat.fla.models.mixer import Call
 
 CASES = {
     "rwkv6": ("rwkv6", {"num_heads": 2}),
@@ -16,6 +16,12 @@ CASES = {
         | {"norm_first": False, "norm_bias": False},
     ),
     "rwkv6-hybrid": ("rwkv6", {"num_heads": 2, "attn": {"layers": [1], "num_heads": 4, "window_size": 5}}),
+    "rwkv7": ("rwkv7", {"head_dim": 16}),
+    "rwkv7-wide": (
+        "rwkv7",
+        {"head_dim": None, "num_heads": 4, "value_dim": [64, 64, 64], "fuse_norm": False, "norm_first": False}
+        | {"decay_low_rank_dim": 3, "gate_low_rank_dim": 5, "a_low_rank_dim": 6, "v_low_rank_dim": 7},
+    ),
 }
 
 
@@ -72,6 +78,44 @@ def rwkv6_ffn(w, x):
     return gate.sigmoid() * (k @ w("value.weight").T)
 
 
+def rwkv7(w, x, count, first, fused):
+    """The attention of RWKV-7 on x (N,hidden), and its values; ``first`` are the values of layer 0."""
+    delta = before(x) - x
+
+    def low(name, t, act):
+        return act(t @ w(f"{name}_lora.lora.0.weight").T) @ w(f"{name}_lora.lora.2.weight").T
+
+    r, d, k, v, a, g = (x + delta * w(f"x_{name}")[0] for name in "rwkvag")
+    gate = low("g", g, torch.sigmoid)
+    d = -F.softplus(-(low("w", d, torch.tanh) + w("w_lora.lora.2.bias"))) - 0.5
+    a = (low("a", a, lambda t: t) + w("a_lora.lora.2.bias")).sigmoid()
+    r, k, own = r @ w("r_proj.weight").T, k @ w("k_proj.weight").T, v @ w("v_proj.weight").T
+    if first is None:
+        first = own
+    else:
+        share = (low("v", v, lambda t: t) + w("v_lora.lora.2.bias")).sigmoid()
+        own = own + (first - own) * share
+    removal = (k * w("k_k")).view(len(x), count, -1)
+    square = removal.square().sum(-1, keepdim=True)
+    removal = removal / (square + 1e-6).sqrt() if fused else removal / square.sqrt().clamp(min=1e-12)
+    k = k * (1 + (a - 1) * w("k_a"))
+    decay = (-d.exp()).exp()
+    r, k, v, a, decay = (t.view(len(x), count, -1) for t in (r, k, own, a, decay))
+    state, rows = torch.zeros(count, k.shape[2], v.shape[2], dtype=x.dtype), []
+    for t in range(len(x)):
+        seen = torch.einsum("hde,hd->he", state, removal[t])
+        state = decay[t, ..., None] * state - (removal[t] * a[t])[..., None] * seen[:, None]
+        state = state + k[t, ..., None] * v[t, :, None]
+        rows.append(torch.einsum("hd,hde->he", r[t], state).flatten())
+    o = normalized(torch.stack(rows), count, w("g_norm.weight"), w("g_norm.bias"), 1e-5 * k.shape[2])
+    bonus = ((r * k * w("r_k")).sum(-1, keepdim=True) * v).flatten(1)
+    return ((o + bonus) * gate) @ w("o_proj.weight").T, first
+
+
+def rwkv7_ffn(w, x):
+    return (((x + (before(x) - x) * w("x_k")) @ w("key.weight").T).clamp(min=0) ** 2) @ w("value.weight").T
+
+
 def layer_norm(w, x):
     bias = w("bias") if w("bias") is not None else 0.0
     return F.layer_norm(x, x.shape[1:], eps=1e-5) * w("weight") + bias
@@ -81,26 +125,158 @@ def reader(weights, prefix):
     return lambda name: weights.get(f"{prefix}.{name}")
 
 
-def forms(name, weights, layer, options):
-    """The attention and the feed-forward of a layer, from their definitions."""
-    attn, ffn = (reader(weights, f"model.layers.{layer}.{part}") for part in ("attn", "ffn"))
-    return lambda x: rwkv6(attn, x, options["num_heads"]), lambda x: rwkv6_ffn(ffn, x)
-
-
-@pytest.mark.parametrize("length", [8, 80])
-@pytest.mark.parametrize("case", ["rwkv6", "rwkv6-wide"])
-def test_logits_equal_the_definition(case, length):
-    name, options = CASES[case]
-    model = build(name, **options).double()
-    weights = model.state_dict()
-    ids = torch.arange(length) * 5 % 41
-    x = weights["model.embeddings.weight"][ids]
+def logits(name, weights, ids, options):
+    """The logits of a model, from the definitions of its layers."""
+    x, first = weights["model.embeddings.weight"][ids], None
     if options.get("norm_first", True):
         x = layer_norm(reader(weights, "model.layers.0.pre_norm"), x)
     for layer in range(3):
-        attn, ffn = forms(name, weights, layer, options)
-        x = x + attn(layer_norm(reader(weights, f"model.layers.{layer}.attn_norm"), x))
-        x = x + ffn(layer_norm(reader(weights, f"model.layers.{layer}.ffn_norm"), x))
-    expected = layer_norm(reader(weights, "model.norm"), x) @ weights["lm_head.weight"].T
+        attn, attn_norm, ffn, ffn_norm = (
+            reader(weights, f"model.layers.{layer}.{part}") for part in ("attn", "attn_norm", "ffn", "ffn_norm")
+        )
+        if name == "rwkv6":
+            x = x + rwkv6(attn, layer_norm(attn_norm, x), options["num_heads"])
+            x = x + rwkv6_ffn(ffn, layer_norm(ffn_norm, x))
+        else:
+            count = options.get("num_heads") or 32 // options["head_dim"]
+            y, first = rwkv7(attn, layer_norm(attn_norm, x), count, first, options.get("fuse_norm", True))
+            x = x + y
+            x = x + rwkv7_ffn(ffn, layer_norm(ffn_norm, x))
+    return layer_norm(reader(weights, "model.norm"), x) @ weights["lm_head.weight"].T
+
+
+@pytest.mark.parametrize("length", [8, 80])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "rwkv6-hybrid"])
+def test_logits_equal_the_definition(case, length):
+    name, options = CASES[case]
+    model = build(name, **options).double()
+    ids = torch.arange(length) * 5 % 41
     with torch.no_grad():
-        close(model(ids[None]).logits[0], expected, 1e-11)
+        close(model(ids[None]).logits[0], logits(name, model.state_dict(), ids, options), 1e-11)
+
+
+def test_the_eps_of_the_two_norms_differs():
+    """A key of length 1e-3 has length 1 / sqrt(2) after the fused norm, and 1 after the other."""
+    fused, other = (build("rwkv7", head_dim=16, fuse_norm=value).model.layers[0].attn for value in (True, False))
+    k = torch.tensor([6e-4, -8e-4])
+    close(fused.unit(k).norm(), torch.tensor(0.5**0.5))
+    close(other.unit(k).norm(), torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("case", ["rwkv6", "rwkv7"])
+def test_checkpointing_changes_no_gradient(case, reentrant):
+    name, options = CASES[case]
+    found = []
+    for checkpointing in (False, True):
+        model = build(name, **options).train()
+        if checkpointing:
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable({"use_reentrant": reentrant})
+        embedded = model.get_input_embeddings()(IDS).detach().requires_grad_()
+        model(inputs_embeds=embedded, labels=IDS).loss.backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    for parameter, grad in found[0].items():
+        close(found[1][parameter], grad, 1e-6)
+
+
+def author_format(model):
+    """The weights of a model under the names of the author's files."""
+    found = {}
+    top = {"model.embeddings.weight": "emb.weight", "lm_head.weight": "head.weight"}
+    parts = {"pre_norm": "ln0", "attn_norm": "ln1", "ffn_norm": "ln2", "attn": "att", "ffn": "ffn"}
+    modules = {"r_proj": "receptance", "k_proj": "key", "v_proj": "value", "o_proj": "output", "g_norm": "ln_x"}
+    for name, tensor in model.state_dict().items():
+        if not name.startswith("model.layers."):
+            found[top.get(name, name.replace("model.norm", "ln_out"))] = tensor
+            continue
+        _, _, layer, part, *rest = name.split(".")
+        new = ".".join([modules[one] if one in modules else one for one in rest])
+        if "lora" in new:
+            number = {"0.weight": 1, "2.weight": 2, "2.bias": 0}[".".join(rest[2:])]
+            new, tensor = f"{rest[0][0]}{number}", tensor.T if number else tensor
+        if tensor.dim() == 1 and part in ("attn", "ffn") and "ln_x" not in new:
+            tensor = tensor[None, None]
+        found[f"blocks.{layer}.{parts[part]}.{new}"] = tensor.clone()
+    return found
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_files_of_the_author_give_the_same_logits(tmp_path, norm_first):
+    ranks = {"decay_low_rank_dim": 3, "gate_low_rank_dim": 5, "a_low_rank_dim": 6, "v_low_rank_dim": 7}
+    model = build("rwkv7", head_dim=16, fuse_norm=False, norm_first=norm_first, **ranks)
+    weights = author_format(model)
+    # The first layer has these in some files, unused.
+    weights["blocks.0.att.v1"] = torch.randn(32, 7)
+    torch.save(weights, tmp_path / "rwkv.pth")
+    loaded = fla.load(tmp_path / "rwkv.pth")
+    with torch.no_grad():
+        assert torch.equal(loaded(IDS).logits, model(IDS).logits)
+    assert not loaded.training
+    saved(loaded, tmp_path / "saved")
+    half = {name: t.bfloat16() for name, t in weights.items()}
+    torch.save(half, tmp_path / "half.pth", _use_new_zipfile_serialization=False)
+    assert fla.load(tmp_path / "half.pth").dtype == torch.bfloat16
+    assert fla.load(tmp_path / "half.pth", dtype=torch.float32).dtype == torch.float32
+
+
+def test_foreign_files_are_refused_by_name(tmp_path):
+    weights, path = author_format(build("rwkv7", head_dim=16)), tmp_path / "rwkv.pth"
+    torch.save(weights | {"blocks.0.ffn.s_emb.weight": torch.zeros(1)}, path)
+    with pytest.raises(ValueError, match=r"blocks\.0\.ffn\.s_emb\.weight.*DeepEmbed"):
+        fla.load(path)
+    torch.save({name: t for name, t in weights.items() if name != "blocks.0.att.r_k"}, path)
+    with pytest.raises(ValueError, match=r"blocks\.0\.att\.r_k"):
+        fla.load(path)
+    torch.save({name: t for name, t in weights.items() if name != "blocks.2.att.ln_x.bias"}, path)
+    with pytest.raises(ValueError, match=r"model\.layers\.2\.attn\.g_norm\.bias"):
+        fla.load(path)
+    torch.save([1], path)
+    with pytest.raises(ValueError, match="state dict"):
+        fla.load(path)
+    path.write_bytes(b"no file of torch")
+    with pytest.raises(ValueError, match="cannot load"):
+        fla.load(path)
+    with pytest.raises(FileNotFoundError, match=r"other\.pth"):
+        fla.load(tmp_path / "other.pth")
+
+
+def test_older_checkpoints_give_the_same_logits(tmp_path):
+    """The six mixes of a layer were one tensor."""
+    model = build("rwkv7", head_dim=16)
+    model.save_pretrained(tmp_path)
+    weights = model.state_dict()
+    for layer in range(3):
+        one = f"model.layers.{layer}.attn.x_"
+        weights[f"{one}x"] = torch.stack([weights.pop(f"{one}{name}").flatten() for name in "rwkvag"])
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with torch.no_grad():
+        assert torch.equal(fla.load(tmp_path)(IDS).logits, model(IDS).logits)
+    weights["model.layers.1.attn.x_x"] = torch.zeros(5, 32)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"layers\.1\.attn\.x_x must be \(6, hidden\)"):
+        fla.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("rwkv7", {"attn": {"layers": [1], "num_heads": 4}}, "attn=.* must be null"),
+        ("rwkv7", {"value_dim": [32, 64, 32], "head_dim": 16}, "both 32 and 64"),
+        ("rwkv7", {"value_dim": [32], "head_dim": 16}, "1 entries for num_hidden_layers=3"),
+        ("rwkv7", {"head_dim": 24}, "1 heads of 24 channels"),
+        ("rwkv7", {"head_dim": None}, "head_dim and num_heads"),
+        ("rwkv7", {"head_dim": 16, "hidden_act": "swish"}, "hidden_act='swish' must be 'sqrelu'"),
+        ("rwkv6", {"num_heads": 5}, "num_heads=5"),
+        ("rwkv6", {"elementwise_affine": False}, "elementwise_affine"),
+    ],
+)
+def test_what_is_not_supported_is_refused(name, options, message):
+    with pytest.raises(ValueError, match=message):
+        build(name, **options)
+
+
+def test_head_dim_takes_precedence():
+    """Published configs have a number of heads that does not fit."""
+    assert build("rwkv7", head_dim=8, num_heads=32).model.layers[0].attn.heads == 4

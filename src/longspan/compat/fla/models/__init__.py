@@ -52,7 +52,8 @@ def load(source: str | os.PathLike[str], **options: Any) -> "FlaForCausalLM":
     """Load a causal language model that flash-linear-attention has trained.
 
     Args:
-        source: A folder with ``config.json`` and weights, or a name on the Hugging Face Hub.
+        source: A folder with ``config.json`` and weights, a name on the Hugging Face Hub, or a ``.pth`` file of RWKV-7
+            as its author publishes them.
         options: Keyword arguments of ``from_pretrained``, such as ``dtype``.
 
     Returns:
@@ -64,6 +65,10 @@ def load(source: str | os.PathLike[str], **options: Any) -> "FlaForCausalLM":
             unexpected or of another shape.
     """
     known = supported()
+    if Path(source).suffix == ".pth":
+        from .rwkv_files import load_pth
+
+        return load_pth(source, **options)
     config = _config(source, options)
     kind = config.get("model_type")
     if kind not in known:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import load_state_dict
 
 from ...transformers import packing
 from ...transformers.cache import NAME, StateCache
@@ -84,7 +85,7 @@ class FlaForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _is_stateful = True
-    _no_split_modules: ClassVar[list[str]] = ["Block", "RwkvBlock"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    _no_split_modules: ClassVar[list[str]] = ["Block", "RwkvBlock", "Rwkv7Block"]  # pyright: ignore[reportIncompatibleVariableOverride]
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
 
     def __init__(self, config: FlaConfig):
@@ -189,6 +190,22 @@ class FlaForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
             )
         mask = mask[:, mask.shape[1] - n :].bool()
         return None if bool(mask.all()) else mask
+
+    @staticmethod
+    def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any) -> Any:
+        """Load weights, those of an older format under today's names."""
+        if (migrate := model.config.family.migrate) is not None:
+            # Names and shapes show whether there is anything to do, before any weight is read.
+            given: dict[str, Tensor] = dict(state_dict or {})
+            for file in checkpoint_files or ():
+                given |= load_state_dict(file, map_location="meta")
+            if migrate(given).keys() != given.keys():
+                if state_dict is None:
+                    state_dict = {}
+                    for file in checkpoint_files:
+                        state_dict |= load_state_dict(file)
+                state_dict, checkpoint_files = migrate(state_dict), None
+        return StrictLoading._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 # Options of all families with their defaults in flash-linear-attention.
@@ -49,6 +49,7 @@ class Family:
         tied: Returns names of weights of a layer that are the same as others: {name: other}.
         body: The model without its head, a ``causal_lm.Body``; None is the common one.
         block: Builds a block: ``block(config, layer, mixer)``; None is norm, mixer, norm, gated feed-forward.
+        migrate: Returns weights of an older format under today's names; None if there is none.
     """
 
     model_type: str
@@ -60,6 +61,7 @@ class Family:
     tied: Callable[[Any], Mapping[str, str]] = lambda config: {}
     body: Callable[[Any], nn.Module] | None = None
     block: Callable[[Any, int, Callable[[Any, int], nn.Module]], nn.Module] | None = None
+    migrate: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
     of_transformers: ClassVar[bool] = False
 
     @functools.cached_property

@@ -10,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ....modules.token_shift import shift, shift_start
 from .attention import Attention
 from .causal_lm import Body
-from .mixer import Call, Mixer
+from .mixer import Call
 
 # Options of both with their defaults.
 OPTIONS: dict[str, Any] = {"hidden_act": "sqrelu", "norm_eps": 1e-5, "norm_first": True, "norm_bias": True}
@@ -37,7 +37,7 @@ class LoRA(nn.Module):
 class RwkvBlock(GradientCheckpointingLayer):
     """x + mixer(norm(x)), then x + ffn(norm(x)); layer 0 normalizes x first."""
 
-    def __init__(self, config: Any, layer: int, mixer: Mixer | Attention, ffn: nn.Module):
+    def __init__(self, config: Any, layer: int, mixer: Any, ffn: nn.Module):
         super().__init__()
         self.pre_norm = layer_norm(config) if config.norm_first and layer == 0 else None
         self.attn_norm = layer_norm(config)

@@ -81,7 +81,8 @@ class Rwkv6(Mixer):
         delta = before - x
         first, act, second = self.x_proj
         low = act(first(x, delta)).unflatten(-1, (5, -1))  # (B,N,5,rank)
-        mixes = torch.einsum("bnsr,hsr->sbnh", low, second.weight.unflatten(1, (5, -1)))
+        up = second.get_parameter("weight").unflatten(1, (5, -1))  # (hidden,5,rank)
+        mixes = torch.einsum("bnsr,hsr->sbnh", low, up)
         mixes = mixes + self.x_bias[:, None, None]
         projections = self.r_proj, self.w_proj, self.k_proj, self.v_proj, self.g_proj
         r, w, k, v, g = (project(x, delta, mu) for project, mu in zip(projections, mixes, strict=True))
