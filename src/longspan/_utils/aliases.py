@@ -55,6 +55,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("gated_delta_net", "gdn", "gated_delta_rule"), ("gated_deltanet",)),
     **dict.fromkeys(("gated_linear_attention", "gated_linear"), ("gla",)),
     **dict.fromkeys(("kimi", "kimi_delta_attention", "kimi_linear"), ("kda",)),
+    **dict.fromkeys(("rwkv", "rwkv_7", "goose"), ("rwkv7",)),
     **dict.fromkeys(("linear_attention", "linear_transformer"), ("linear",)),
     **dict.fromkeys(("big_bird",), ("bigbird",)),
     **dict.fromkeys(("nystromformer",), ("nystrom",)),

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from .retention import Retention as Retention
     from .rfa import RFA as RFA
     from .routing import Routing as Routing
+    from .rwkv7 import RWKV7 as RWKV7
     from .sac import SparseAdaptive as SparseAdaptive
     from .set_transformer import SetTransformer as SetTransformer
     from .sinkhorn import Sinkhorn as Sinkhorn
