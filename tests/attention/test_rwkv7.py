@@ -54,7 +54,7 @@ def test_keys_by_hand():
     assert bare(rate__1__bias=-1e3)(X)[0].abs().max() == 0
     whole = bare(rate__1__bias=-1e3, boost=0.0)(X)[0]
     torch.testing.assert_close(whole[:, :2], tokens((8, 0), (4 * W + 1, 0)), rtol=0, atol=1e-12)
-    # xi turns the erased direction: the second channel alone has nothing stored.
+    # theta turns the erased direction: the second channel alone has nothing stored.
     turned = bare(removal=[0.0, 1.0])(X)[0]
     torch.testing.assert_close(turned[:, :2], tokens((4, 0), (2 * W + 0.5, 0)), rtol=0, atol=1e-12)
 

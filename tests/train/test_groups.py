@@ -24,6 +24,7 @@ SPARED = {
     "memory_compressed": {"null_key", "null_value"},
     "relative": {"u", "v"},
     "rfa": {"sigma"},
+    "rwkv7": {"bonus", "mixes"},
     "synthesizer": {"offsets.0"},
     "transformer_xl": {"u", "v"},
 }

@@ -26,14 +26,16 @@ class RWKV7(Attention[RWKV7State]):
     $\bar x_t$ mixes a token with the one before it, by six learned weights per channel. The decays $w_t$ lie between
     $e^{-e^{-1/2}} = 0.545$ and 1, the rates $a_t$ between 0 and 1. Each head erases along the unit vector
     $\hat\kappa_t$, writes along $\tilde k_t$, and adds a bonus for the token itself. $f_w$, $f_a$ and $f_g$ are maps of
-    low rank; the norm is a LayerNorm per head. Layers of RWKV-7 models after the first also mix their values with those
-    of the first layer; that needs a second layer, so it is left out here. ``longspan.compat.fla.load`` has it.
+    low rank; the norm is a LayerNorm per head. In RWKV-7 models, layers after the first also mix their values with
+    those of the first. A single attention has no other layer, so this is left out here; ``longspan.compat.fla.load``
+    loads complete models.
 
-    ``decay_rank``, ``rate_rank``, ``gate_rank``: ranks of $f_w$, $f_a$ and $f_g$; auto is 2.5, 2.5 and 5 times the root
-    of dim, rounded to a multiple of 32, at least 32.
+    ``decay_rank``: the rank of $f_w$; auto is 2.5 times the root of dim, rounded to a multiple of 32, at least 32.
+    ``rate_rank``: the rank of $f_a$; auto as ``decay_rank``. ``gate_rank``: the rank of $f_g$; auto with 5 times the
+    root.
 
-    The biases of the decay are initialized from -5.5 to 0.5 along the channels, $b_a$ to -0.19, $\xi$ to 0.71, $\alpha$
-    to 1.02 and $\rho$ to -0.04; the weights of the mixes as in the middle layer of the authors' models.
+    Initialization: the bias of $f_w$ rises from -5.5 to 0.5 along the channels, that of $f_a$ is -0.19; $\theta$ is
+    0.71, $\alpha$ 1.02 and $\rho$ -0.04. $\mu$ is that of the middle layer of the authors' models.
 
     Source: Peng et al. 2025 (2503.14456), section 4 and appendix; initialization as in the authors' training code.
 
@@ -49,7 +51,7 @@ class RWKV7(Attention[RWKV7State]):
         r"\bar x_t = x_t + (x_{t-1} - x_t) \odot \mu, \quad r_t = W_r \bar x^r_t, \quad k_t = W_k \bar x^k_t, \quad "
         r"v_t = W_v \bar x^v_t",
         r"\log w_t = -e^{-1/2} \, \sigma(f_w(\bar x^w_t)), \quad a_t = \sigma(f_a(\bar x^a_t))",
-        r"\hat\kappa_t = \frac{k_t \odot \xi}{\lVert k_t \odot \xi \rVert}, \quad "
+        r"\hat\kappa_t = \frac{k_t \odot \theta}{\lVert k_t \odot \theta \rVert}, \quad "
         r"\tilde k_t = k_t \odot (1 + (a_t - 1) \odot \alpha)",
         r"y_t = W_o \, \left( \left( \mathrm{norm}(o_t) + (r_t \cdot (\rho \odot \tilde k_t)) \, v_t \right) \odot "
         r"f_g(\bar x^g_t) \right)",
