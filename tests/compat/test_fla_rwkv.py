@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from fla_laws import IDS, LAWS, build, close, saved
+from fla_laws import IDS, LAWS, build, cache_of, close, saved
 from longspan.compat import fla
 
 CASES = {
@@ -280,3 +280,16 @@ def test_what_is_not_supported_is_refused(name, options, message):
 def test_head_dim_takes_precedence():
     """Published configs have a number of heads that does not fit."""
     assert build("rwkv7", head_dim=8, num_heads=32).model.layers[0].attn.heads == 4
+
+
+@pytest.mark.parametrize("case", ["rwkv6", "rwkv7"])
+def test_a_masked_token_changes_no_state(case):
+    name, options = CASES[case]
+    model = build(name, **options)
+    with torch.no_grad():
+        cache = cache_of(model(IDS, use_cache=True))
+        expected = model(torch.cat([IDS, IDS[:, :1]], 1)).logits[:, -1]
+        mask = torch.ones(2, IDS.shape[1] + 1)
+        mask[0, -1] = 0
+        model(IDS[:, 5:6], cache=cache, attention_mask=mask)
+        close(model(IDS[:, :1], cache=cache).logits[0, -1], expected[0])

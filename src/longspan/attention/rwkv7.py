@@ -86,7 +86,7 @@ class RWKV7(Attention[RWKV7State]):
             ("rate_rank", rate_rank, 2.5),
             ("gate_rank", gate_rank, 5.0),
         ):
-            rank = max(32, 32 * round(factor * math.sqrt(dim) / 32)) if given == "auto" else given
+            rank = max(32, 32 * round(factor * math.sqrt(dim) / 32)) if isinstance(given, str) else given
             if rank < 1:
                 raise ValueError(f"{option}={rank} must be at least 1")
             ranks.append(rank)

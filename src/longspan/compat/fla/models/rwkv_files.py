@@ -67,7 +67,6 @@ def load_pth(source: str | os.PathLike[str], **options: Any) -> Any:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     family = supported()["rwkv7"]
-    options.setdefault("dtype", weights["model.embeddings.weight"].dtype)
     return family.model.from_pretrained(None, config=family.config(**config), state_dict=weights, **options)
 
 
