@@ -34,15 +34,15 @@ def test_packed_rows_start_anew():
 def test_half_precision_states_are_wide():
     start = shift_start(X.bfloat16(), 3, 5)
     assert (start.shape, start.dtype) == ((3, 1, 5), torch.float32)
-    for options in ({}, {"segments": torch.zeros(2, 6, dtype=torch.long)}):
-        before, last = shift(X.bfloat16(), shift_start(X, 2, 1), **options)
+    for segments in (None, torch.zeros(2, 6, dtype=torch.long)):
+        before, last = shift(X.bfloat16(), shift_start(X, 2, 1), segments=segments)
         assert (before.dtype, last.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_gradients_reach_the_token_before():
-    for options in ({}, {"segments": torch.zeros(2, 6, dtype=torch.long)}):
+    for segments in (None, torch.zeros(2, 6, dtype=torch.long)):
         x, last = X.clone().requires_grad_(), torch.zeros(2, 1, 1, requires_grad=True)
-        before, after = shift(x, last, **options)
+        before, after = shift(x, last, segments=segments)
         weights = torch.arange(6.0)[None, :, None]
         ((weights + 1) * before).sum().backward()
         assert x.grad is not None
