@@ -68,9 +68,8 @@ def test_norm_per_head():
     """Each head of the output has mean 0 and variance 1 before the gate, whatever the scale of the values."""
     module, x = seeded("rwkv7", 12, 2)
     seen = []
-    module.norm.register_forward_hook(lambda module, given, out: seen.append(out))
-    fill(module, bonus=0.0)
-    module.value.weight.data *= 100
+    module.get_submodule("norm").register_forward_hook(lambda module, given, out: seen.append(out))
+    fill(module, bonus=0.0, value__weight=100 * module.get_parameter("value.weight"))
     module(x)
     heads = seen[0].unflatten(-1, (2, 6))
     torch.testing.assert_close(heads.mean(-1), torch.zeros_like(heads[..., 0]), rtol=0, atol=1e-9)
@@ -79,6 +78,6 @@ def test_norm_per_head():
 
 def test_ranks():
     module = longspan.build("rwkv7", 256, 4)
-    assert [part[0].out_features for part in (module.decay, module.rate, module.gate)] == [32, 32, 64]
+    assert [len(module.get_parameter(f"{name}.0.weight")) for name in ("decay", "rate", "gate")] == [32, 32, 64]
     with pytest.raises(ValueError, match="gate_rank=0 must be at least 1"):
         longspan.build("rwkv7(gate_rank=0)", 8, 2)
