@@ -155,8 +155,8 @@ def _spans_of(
 ) -> tuple[Span, Reads]:
     """Return the span at ``place`` of q, k, v, read, erase and log_decay."""
     q, k, v, read, erase, log_decay = inputs
-    span = chunks._span(place, (q, k, v, log_decay, None), mask, segments, wide)
-    pair = chunks._span(place, (read, erase, v[..., :0], None, None), mask, segments, wide)
+    span = chunks._span(place, (q, k, v, log_decay, None), mask, segments, wide, chunks._form(q, False))
+    pair = chunks._span(place, (read, erase, v[..., :0], None, None), mask, segments, wide, chunks._form(q, False))
     early = early and log_decay is not None
     entering = span.entering
     if early and entering is not None:
@@ -316,7 +316,9 @@ def _backward(
         for i in reversed(range(len(places))):
             place = places[i]
             span, reads = _spans_of(place, inputs, mask, segments, state.dtype, early)
-            upstream = chunks._span(place, (q, k, grad, None, None), mask, None, state.dtype).v * scale
+            upstream = (
+                chunks._span(place, (q, k, grad, None, None), mask, None, state.dtype, chunks._form(q, False)).v * scale
+            )
             start = (starts[i - 1] if i > 0 else state).unflatten(1, (groups, -1))
             parts, decay, after = _retreat(span, reads, start, upstream, after, decays=log_decay is not None)
             for number, (into, part) in enumerate(zip(grads, parts, strict=False)):
