@@ -21,6 +21,7 @@ SPARED = {
     "etc": {"tokens", "labels"},
     "kda": {"a_log", "dt_bias"},
     "luna": {"memory"},
+    "mamba": {"a_log"},
     "memory_compressed": {"null_key", "null_value"},
     "relative": {"u", "v"},
     "rfa": {"sigma"},
