@@ -23,7 +23,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "#cc79a7": ("performer", "etc", "gaussian", "luna", "mamba"),
     "#2fa8a0": ("deltanet", "sinkhorn", "bp", "talking_heads", "infini"),
     "#8c510a": ("fast_weights", "average", "exact_topk", "axial", "relative", "memory_compressed", "star"),
-    "#882255": ("polynomial", "lowrank_band", "improved_clustered"),
+    "#882255": ("polynomial", "lowrank_band", "improved_clustered", "mlstm"),
     "#8a8a8a": ("rfa", "sparse", "poolingformer"),
     "#332288": ("sparse_transformer", "set_transformer", "rwkv7"),
 }

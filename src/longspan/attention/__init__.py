@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from .luna import Luna as Luna
     from .mamba import Mamba as Mamba
     from .memory_compressed import MemoryCompressed as MemoryCompressed
+    from .mlstm import MLSTM as MLSTM
     from .nystrom import Nystrom as Nystrom
     from .performer import Performer as Performer
     from .polynomial import Polynomial as Polynomial
