@@ -153,21 +153,23 @@ def running_peak(
         return keep, keep
     if mask is not None:
         keep = keep.masked_fill(~mask[:, None], 0.0)
+
+    def candidates(total: Tensor, begin: Tensor) -> Tensor:
+        """Return max(a_t - total_t, m_0): masked tokens contribute the latter."""
+        run = write - total
+        return torch.maximum(begin, run if mask is None else torch.where(mask[:, None], run, begin))
+
     total, begin = keep.cumsum(-1), peak[..., None].expand_as(keep)
-    if segments is not None:
-        border = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
-        number = border.cumsum(1)
-        at = torch.where(border, torch.arange(keep.shape[-1], device=keep.device), 0).cummax(1).values
-        total = total - (total - keep).gather(-1, at[:, None].expand_as(total))
-        begin = torch.where(number[:, None] == 0, begin, 0.0)
-    run = write - total
-    run = torch.maximum(begin, run if mask is None else torch.where(mask[:, None], run, begin))
     if segments is None:
-        m = total + run.cummax(-1).values
-        before = torch.cat([peak[..., None], m[..., :-1]], -1)
-    else:
-        # Each segment is lifted above all earlier ones, so that one running maximum serves all of them.
-        lift = (run.amax(-1, keepdim=True) - run.amin(-1, keepdim=True) + 1.0) * number[:, None]
-        m = total + ((run + lift).cummax(-1).values - lift)
-        before = torch.where(border[:, None], begin, torch.cat([peak[..., None], m[..., :-1]], -1))
-    return before, m
+        m = total + candidates(total, begin).cummax(-1).values
+        return torch.cat([peak[..., None], m[..., :-1]], -1), m
+    border = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
+    number = border.cumsum(1)[:, None]
+    at = torch.where(border, torch.arange(keep.shape[-1], device=keep.device), 0).cummax(1).values
+    total = total - (total - keep).gather(-1, at[:, None].expand_as(total))
+    begin = torch.where(number == 0, begin, 0.0)
+    run = candidates(total, begin)
+    # Each segment is lifted above all earlier ones, so that one running maximum serves all of them.
+    lift = (run.amax(-1, keepdim=True) - run.amin(-1, keepdim=True) + 1.0) * number
+    m = total + ((run + lift).cummax(-1).values - lift)
+    return torch.where(border[:, None], begin, torch.cat([peak[..., None], m[..., :-1]], -1)), m
