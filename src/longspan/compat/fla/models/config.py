@@ -119,7 +119,7 @@ class FlaConfig(PreTrainedConfig):
                     raise ValueError(
                         f"attnres_block_size={value} (residual attention) is not supported; it must be null"
                     )
-            elif name.startswith("_") or hasattr(PreTrainedConfig, name) or name in _fields():
+            elif name.startswith("_") or hasattr(PreTrainedConfig, name) or name in generic_fields():
                 rest[name] = value
             else:
                 unknown.append(name)
@@ -161,7 +161,7 @@ def _common_check(config: Any) -> str:
 
 
 @functools.cache
-def _fields() -> frozenset[str]:
+def generic_fields() -> frozenset[str]:
     """Names of the fields that every config of transformers has, of this version or an earlier one."""
     earlier = (
         "torch_dtype",

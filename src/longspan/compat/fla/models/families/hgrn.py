@@ -59,7 +59,9 @@ def _check(config: Any) -> str:
     if not config.expand_ratio or config.expand_ratio < 0:
         return f"expand_ratio={config.expand_ratio} must be positive"
     if config.use_lower_bound and config.expand_ratio != 1:
-        return f"expand_ratio={config.expand_ratio} must be 1 with use_lower_bound, whose bounds have hidden_size channels"
+        return (
+            f"expand_ratio={config.expand_ratio} must be 1 with use_lower_bound, whose bounds have hidden_size channels"
+        )
     return ""
 
 
