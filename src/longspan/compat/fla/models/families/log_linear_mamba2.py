@@ -1,0 +1,208 @@
+"""Log-linear Mamba-2 (Guo et al. 2025, 2506.04761): Mamba-2 whose keys are weighted by their level of distance."""
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .....ops.gated import log_linear
+from .....ops.tensors import upcast_half
+from ..causal_lm import Body, FlaForCausalLM
+from ..config import Family
+from ..mixer import Call, GatedMLP, Mixer, RMSNorm, ShortConv, heads, merged
+
+LEVELS = 15  # of sequences of 2^14 tokens; the last one holds all larger distances too
+
+
+class LogLinearMamba2State(NamedTuple):
+    """The sums of blocks of 1, 2, 4, ... tokens, the number of tokens, and the tokens of the convolution."""
+
+    sums: Tensor  # (B,LEVELS-1,H,D,E)
+    count: Tensor  # (B,) int64
+    recent: Tensor  # (B,taps-1,channels)
+
+
+class LogLinearMamba2(Mixer):
+    """Decay attention with keys B, queries C and values dt x, each pair weighted by its level."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.width, self.size = int(config.expand * config.hidden_size), config.head_dim
+        self.heads, self.groups, self.keys = self.width // self.size, config.n_groups, config.state_size
+        channels = self.width + 2 * self.groups * self.keys
+        self.widths = self.width, channels, self.heads, self.heads * LEVELS
+        self.in_proj = nn.Linear(config.hidden_size, sum(self.widths), bias=config.use_bias)
+        self.conv1d = ShortConv(channels, config.conv_kernel, config.use_conv_bias)
+        self.dt_bias = nn.Parameter(torch.ones(self.heads))
+        self.A_log = nn.Parameter(torch.arange(1.0, self.heads + 1).log())
+        self.L, self.D = nn.Parameter(torch.ones(self.heads, LEVELS)), nn.Parameter(torch.ones(self.heads))
+        # One norm for each group of channels.
+        self.norm = RMSNorm(self.width, config.norm_eps)
+        self.out_proj = nn.Linear(self.width, config.hidden_size, bias=config.use_bias)
+
+    def start(self, batch: int) -> LogLinearMamba2State:
+        sums, count = log_linear.start(self.like[:0], batch, LEVELS, self.heads, self.keys, self.size)
+        return LogLinearMamba2State(sums, count, self.conv1d.start(batch))
+
+    def forward(
+        self, x: Tensor, state: LogLinearMamba2State | None, call: Call
+    ) -> tuple[Tensor, LogLinearMamba2State | None]:
+        recent = self.conv1d.start(len(x)) if state is None else state.recent
+        z, mixed, dt, level = self.in_proj(x).split(self.widths, -1)
+        mixed, recent = self.conv1d(mixed, recent, call)
+        v, k, q = upcast_half(mixed).split([self.width, self.groups * self.keys, self.groups * self.keys], -1)
+        v, k, q = heads(v, self.size), heads(k, self.keys), heads(q, self.keys)
+        dt = F.softplus(upcast_half(dt) + upcast_half(self.dt_bias)).mT  # (B,H,N)
+        weights = F.softplus(heads(upcast_half(level), LEVELS) * upcast_half(self.L)[:, None])  # (B,H,N,LEVELS)
+        o, sums = log_linear.attend(
+            q,
+            k,
+            v * dt[..., None],
+            weights,
+            log_decay=-upcast_half(self.A_log).exp()[:, None] * dt,
+            scale=1.0,
+            mask=call.mask,
+            segments=call.segments,
+            state=None if state is None else (state.sums, state.count),
+        )
+        y = merged(o + upcast_half(self.D)[:, None, None] * v) * F.silu(upcast_half(z))
+        y = y.unflatten(-1, (self.groups, -1))
+        y = y * (y.square().mean(-1, keepdim=True) + self.norm.eps).rsqrt()
+        y = self.out_proj((y.flatten(-2) * upcast_half(self.norm.get_parameter("weight"))).to(x.dtype))
+        return y, None if sums is None else LogLinearMamba2State(*sums, recent)
+
+
+class LogLinearBlock(GradientCheckpointingLayer):
+    """x + mixer(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: Any):
+        super().__init__()
+        self.mixer_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mixer = LogLinearMamba2(config)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = GatedMLP(config.hidden_size, 4, None)
+
+    def start(self, batch: int) -> LogLinearMamba2State:
+        """Return the state of ``batch`` rows before the first token."""
+        return self.mixer.start(batch)
+
+    def forward(self, x: Tensor, state: Any, call: Call) -> tuple[Tensor, Any]:
+        """x (B,N,hidden) -> (B,N,hidden), the next state."""
+        y, state = self.mixer(self.mixer_norm(x), state, call)
+        x = x + y
+        return x + self.mlp(self.mlp_norm(x)), state
+
+
+class Backbone(Body):
+    """Embedding, blocks and final norm, by the names of Mamba."""
+
+    def __init__(self, config: Any):
+        super().__init__(config)
+        self.norm_f = self.norm
+        del self.norm
+        # The original embeds padding like any token.
+        self.embeddings.padding_idx = None
+
+    def forward(self, x: Tensor, states: list[Any] | None, call: Call) -> tuple[Tensor, list[Any]]:
+        after = []
+        for i, layer in enumerate(self.layers):
+            x, state = layer(x, None if states is None else states[i], call)
+            after.append(state)
+        return self.norm_f(x), after
+
+
+class LogLinearForCausalLM(FlaForCausalLM):
+    """A model whose body is named ``backbone``; ``model`` reads it too."""
+
+    base_model_prefix = "backbone"
+    _no_split_modules = ["LogLinearBlock"]  # noqa: RUF012
+    _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__("backbone" if name == "model" else name, value)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model without its head."""
+        return self.backbone
+
+
+@dataclass(frozen=True)
+class LogLinearFamily(Family):
+    """A family whose body is named ``backbone``."""
+
+    @functools.cached_property
+    def model(self) -> Any:
+        """The model class, for transformers' Auto classes and ``from_pretrained``."""
+        members = {"config_class": self.config, "__module__": FlaForCausalLM.__module__}
+        return type(f"{self.title}ForCausalLM", (LogLinearForCausalLM,), members)
+
+    def load(self, source: str | os.PathLike[str], config: Mapping[str, Any], **options: Any) -> Any:
+        """Load a model of this family; ``config`` is the content of ``config.json``."""
+        # The name of early checkpoints.
+        options.setdefault("key_mapping", {r"^backbone\.embedding\.": "backbone.embeddings."})
+        return self.model.from_pretrained(source, **options)
+
+
+def _check(config: Any) -> str:
+    for name, value in (("D_has_hdim", False), ("norm_before_gate", False), ("rmsnorm", True), ("attn", None)):
+        if (given := getattr(config, name)) != value:
+            return f"{name}={given!r} must be {value!r}"
+    if tuple(config.dt_limit) != (0.0, float("inf")):
+        return f"dt_limit={config.dt_limit!r} must be [0.0, inf]"
+    # The original builds its feed-forward and its norms with these alone.
+    for name, value in (("hidden_ratio", 4), ("intermediate_size", None), ("elementwise_affine", True)):
+        if (given := getattr(config, name)) != value:
+            return f"{name}={given!r} is not an option of this model type; it must be {value!r}"
+    width = int(config.expand * config.hidden_size)
+    if width % config.head_dim or getattr(config, "num_heads", width // config.head_dim) * config.head_dim != width:
+        return f"expand * hidden_size = {width} must be num_heads * head_dim, with head_dim={config.head_dim}"
+    if (width // config.head_dim) % config.n_groups:
+        return f"n_groups={config.n_groups} must divide {width // config.head_dim} heads"
+    return ""
+
+
+FAMILIES = (
+    LogLinearFamily(
+        "log_linear_mamba2",
+        "LogLinearMamba2",
+        lambda config, layer: LogLinearMamba2(config),
+        options={
+            "num_hidden_layers": 48,
+            "norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "state_size": 128,
+            "head_dim": 64,
+            "expand": 2,
+            "conv_kernel": 4,
+            "n_groups": 1,
+            "use_bias": False,
+            "use_conv_bias": True,
+            "D_has_hdim": False,
+            "rmsnorm": True,
+            "norm_before_gate": False,
+            "dt_limit": [0.0, float("inf")],
+        },
+        # The number of heads follows from other options; the rest initializes weights or chooses a kernel.
+        ignored=(
+            "num_heads",
+            "conv_init",
+            "A_init_range",
+            "dt_min",
+            "dt_max",
+            "dt_init_floor",
+            "rescale_prenorm_residual",
+            "residual_in_fp32",
+            "chunk_size",
+        ),
+        check=_check,
+        body=Backbone,
+        block=lambda config, layer, mixer: LogLinearBlock(config),
+    ),
+)
