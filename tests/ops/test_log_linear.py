@@ -1,5 +1,7 @@
 """Log-linear attention against its definition over all pairs, with states, masks and packed rows."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -59,7 +61,7 @@ def test_is_the_sum_over_pairs(n, levels):
 def test_parts_equal_the_whole(levels, cuts):
     given = inputs(29, levels)
     state, outs = fresh(levels), []
-    for first, last in zip(cuts, cuts[1:], strict=False):
+    for first, last in pairwise(cuts):
         o, state = call(part(given, first, last), state)
         outs.append(o)
     torch.testing.assert_close(torch.cat(outs, 2), definition(*given))

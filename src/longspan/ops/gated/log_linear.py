@@ -32,9 +32,9 @@ def attend(
 ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
     r"""$o_t = c \sum_{s \le t} \lambda_{t, l(t,s)} e^{g_{s+1} + \dots + g_t} (q_t \cdot k_s) v_s$, for L levels.
 
-    $l(t, s)$ is the bit length of $t \oplus s$: 0 for s = t, and l where s lies in the first and t in the second half of
-    a block of $2^l$ tokens that begins at a multiple of $2^l$. The last level holds all larger distances too. Time is
-    O(N log N) for a whole sequence, and O(L) for a token after a state.
+    $l(t, s)$ is the bit length of $t \oplus s$: 0 for s = t, and l where s lies in the first and t in the second half
+    of a block of $2^l$ tokens that begins at a multiple of $2^l$. The last level holds all larger distances too. Time
+    is O(N log N) for a whole sequence, and O(L) for a token after a state.
 
     Args:
         q: (B,G,N,D), where G divides H.
@@ -45,8 +45,8 @@ def attend(
         scale: $c$; None is $1 / \sqrt D$.
         mask: (B,N) bool; masked tokens have no position, and their output is 0.
         segments: (B,N) int64.
-        state: From ``start`` or an earlier call. ``sums[:, j]`` holds the tokens of the block of $2^j$ tokens that bit j
-            of the count stands for, 0 where the bit is 0. The last one holds all earlier tokens.
+        state: From ``start`` or an earlier call. ``sums[:, j]`` holds the tokens of the block of $2^j$ tokens that bit
+            j of the count stands for, 0 where the bit is 0. The last one holds all earlier tokens.
 
     Returns:
         o (B,H,N,E), and the next state, None without a state.
@@ -115,7 +115,7 @@ def _step(
     count: Tensor,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     """``attend`` for one token after a state: reads all sums, and merges those that the token completes."""
-    groups, (batch, slots) = v.shape[1] // max(k.shape[1], 1), sums.shape[:2]
+    groups, slots = v.shape[1] // max(k.shape[1], 1), sums.shape[1]
     q, k = (t.to(sums.dtype).repeat_interleave(groups, 1) for t in (q, k))
     alpha = log_decay.to(sums.dtype).clamp(min=LOWEST).exp()[:, None, :, :, None]  # (B,1,H,1,1)
     decayed, new = sums * alpha, k.mT * v.to(sums.dtype)  # (B,J,H,D,E), (B,H,D,E)

@@ -130,7 +130,7 @@ class LogLinearForCausalLM(FlaForCausalLM):
     @property
     def model(self) -> nn.Module:
         """The model without its head."""
-        return self.backbone
+        return self.get_submodule("backbone")
 
 
 @dataclass(frozen=True)
