@@ -48,6 +48,7 @@ ALIASES: dict[str, tuple[str, ...]] = {
     # mechanisms
     **dict.fromkeys(("mamba1", "mamba_1", "selective_ssm"), ("mamba",)),
     **dict.fromkeys(("mamba2", "mamba_2"), ("ssd",)),
+    **dict.fromkeys(("mamba_3",), ("mamba3",)),
     **dict.fromkeys(("xlstm", "m_lstm"), ("mlstm",)),
     **dict.fromkeys(("flash", "flash_attention", "sdpa", "full", "vanilla", "mha", "multihead"), ("softmax",)),
     **dict.fromkeys(("sliding_window", "swa", "window", "sliding"), ("local",)),

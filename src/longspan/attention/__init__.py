@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from .lowrank_band import LowRankBand as LowRankBand
     from .luna import Luna as Luna
     from .mamba import Mamba as Mamba
+    from .mamba3 import Mamba3 as Mamba3
     from .memory_compressed import MemoryCompressed as MemoryCompressed
     from .mlstm import MLSTM as MLSTM
     from .nystrom import Nystrom as Nystrom

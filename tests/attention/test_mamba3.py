@@ -1,0 +1,123 @@
+"""Mamba-3: worked by hand, and as its recurrence token by token."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import longspan
+from gated_cases import DIM, HEADS, B, N, fill, merge_heads, seeded, tokens
+
+
+def test_by_hand():
+    module = longspan.build("mamba3(channels=2, rotation=1.0, expand_v=1.0)", 1, 1).double()
+    for part in ("value", "out", "out_gate"):
+        fill(module, **{f"{part}__weight": 1.0})
+    # Keys and queries are their biases, (1, 0). dt = softplus(log(e - 1)) = 1, lambda = 1/2, and every token turns by
+    # pi tanh(w x). A = -softplus(0), so that a = 1/2; D = 3.
+    fill(module, key__weight=0.0, query__weight=0.0, key_bias=torch.tensor([[1.0, 0.0]]))
+    fill(module, query_bias=torch.tensor([[1.0, 0.0]]), dt__weight=0.0, dt_bias=math.log(math.e - 1))
+    fill(module, decay__weight=0.0, blend__weight=0.0, angle__weight=0.5, skip=3.0)
+    y, _ = module(tokens((1,), (2,)))
+    # S_2 = S_1 / 2 + (1/2) (1/2) k_1 u_1 + (1/2) k_2 u_2 with S_1 = (1/2) k_1 u_1; k_1 . q_2 is the cosine of the turn.
+    turn = math.cos(math.pi * math.tanh(1))
+    o = [0.5 * 1 + 3 * 1, (0.25 + 0.25) * turn * 1 + 0.5 * 2 + 3 * 2]
+    gate = [float(F.silu(torch.tensor(n))) for n in (1.0, 2.0)]
+    torch.testing.assert_close(y, tokens((o[0] * gate[0],), (o[1] * gate[1],)), rtol=1e-6, atol=0)
+
+
+def recurrence(module, x):
+    """The three-term recurrence, with complex numbers for the rotations."""
+    heads, groups, pairs = module.heads, module.key_heads, module.angles
+    v = module.value(x).unflatten(-1, (heads, -1))
+    dt = F.softplus(module.dt(x) + module.dt_bias)
+    keep = torch.exp(-F.softplus(module.decay(x)).clamp(min=1e-4) * dt)
+    blend = torch.sigmoid(module.blend(x))
+    theta = (math.pi * dt[..., None] * torch.tanh(module.angle(x))[:, :, None]).cumsum(1)
+
+    def prepared(t, scale, bias):
+        t = F.rms_norm(t.unflatten(-1, (groups, -1)), (module.channels,), scale, 1e-5)
+        t = t.repeat_interleave(heads // groups, 2) + bias
+        turned = torch.view_as_complex(t[..., : 2 * pairs].unflatten(-1, (pairs, 2)).contiguous())
+        turned = torch.view_as_real(turned * torch.polar(torch.ones_like(theta), theta)).flatten(-2)
+        return torch.cat([turned, t[..., 2 * pairs :]], -1)
+
+    k = prepared(module.key(x), module.key_scale, module.key_bias)
+    q = prepared(module.query(x), module.query_scale, module.query_bias)
+    state, out = torch.zeros(len(x), heads, module.channels, module.size).double(), []
+    pair = torch.zeros_like(state)
+    for t in range(x.shape[1]):
+        a, step, share = (s[:, t, :, None, None] for s in (keep, dt, blend))
+        new = k[:, t, :, :, None] * v[:, t, :, None]
+        state, pair = a * state + (1 - share) * step * a * pair + share * step * new, new
+        out.append((state * q[:, t, :, :, None]).sum(-2) + module.skip[:, None] * v[:, t])
+    return module.out(merge_heads(torch.stack(out, 2)) * F.silu(module.out_gate(x)))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("spec", "heads"),
+    [("mamba3(channels=6)", 2), ("mamba3(channels=5, key_heads=2, expand_v=1.5, rotation=0.9)", 4)],
+)
+def test_is_the_recurrence_with_all_gradients(spec, heads):
+    module, x = seeded(spec, 8, heads)
+    fill(module, skip=torch.linspace(-1, 2, heads), key_scale=torch.linspace(0.5, 2, module.channels))
+    fill(module, query_scale=torch.linspace(2, 0.5, module.channels))
+    # Turns of up to half a circle per token.
+    fill(module, dt_bias=0.5, angle__weight=3 * module.angle.weight)
+    leaves = [x.requires_grad_(), *module.parameters()]
+    weights = torch.linspace(-1, 1, B * N * DIM, dtype=torch.float64).view(B, N, DIM)
+    out = [module(x)[0], recurrence(module, x)]
+    torch.testing.assert_close(*out)
+    grads = [torch.autograd.grad((y * weights).sum(), leaves) for y in out]
+    for got, expected in zip(*grads, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_packed_padded_and_continued_rows_equal_separate_ones():
+    module, x = seeded("mamba3(channels=4)")
+    fill(module, dt_bias=0.5)
+    segments = torch.tensor([[0] * 5 + [1] * 8, [2] * 9 + [3] * 4])
+    mask = torch.ones(B, N, dtype=torch.bool)
+    mask[0, 3:7] = mask[1, 8:10] = False  # the last token of a sequence, and the first of the next one
+    y, state = module(x, module.init_state(B), mask=mask, segments=segments)
+    for row in range(B):
+        for number in segments[row].unique():
+            own = (segments[row] == number) & mask[row]
+            alone, end = module(x[row : row + 1, own], module.init_state(1))
+            torch.testing.assert_close(y[row : row + 1, own], alone)
+        for got, expected in zip(state, end, strict=True):
+            torch.testing.assert_close(got[row : row + 1], expected)
+
+
+def test_masked_rows_keep_their_state():
+    module, x = seeded("mamba3(channels=4)")
+    _, before = module(x, module.init_state(B))
+    _, state = module(x, before, mask=torch.zeros(B, N, dtype=torch.bool))
+    for got, expected in zip(state, before, strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_initialization():
+    module = longspan.build("mamba3", 64, 64)
+    dt = F.softplus(module.dt_bias)
+    assert (module.channels, module.angles, module.value.out_features) == (128, 32, 128)
+    assert 1e-3 <= dt.min() < 2e-3
+    assert 0.05 < dt.max() <= 0.1
+    assert module.key_bias.eq(1).all()
+    assert module.query_bias.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("mamba3(key_heads=3)", "key_heads=3 must divide heads=2"),
+        ("mamba3(channels=2)", "rotation=0.5 of channels=2 must be at least two channels"),
+        ("mamba3(rotation=1.5)", "rotation=1.5 of channels=128 must be .* at most all"),
+        ("mamba3(expand_v=0.1)", "expand_v=0.1 times a head dimension of 4"),
+    ],
+)
+def test_bad_specs_are_refused(spec, message):
+    with pytest.raises(ValueError, match=message):
+        longspan.build(spec, DIM, HEADS)
