@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from .linear import Linear as Linear
     from .linformer import Linformer as Linformer
     from .local import Local as Local
+    from .log_linear import LogLinear as LogLinear
     from .longformer import Longformer as Longformer
     from .lowrank_band import LowRankBand as LowRankBand
     from .luna import Luna as Luna

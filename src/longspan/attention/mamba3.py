@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..modules.init import time_steps
 from ..modules.norms import expanded
 from ..ops import gated, scan
-from ..ops.tensors import merge, split, upcast_half
+from ..ops.tensors import merge, softplus, split, upcast_half
 from .base import Attention
 
 FLOOR = 1e-4  # smallest rate of decay
@@ -156,11 +156,6 @@ class Mamba3(Attention[Mamba3State]):
         x = split(upcast_half(x), self.key_heads)
         x = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * upcast_half(scale)
         return x.repeat_interleave(self.heads // self.key_heads, 1) + upcast_half(bias)[:, None]
-
-
-def softplus(x: Tensor) -> Tensor:
-    """Return log(1 + e^x). A compiler assumes a layout for the gradient of ``F.softplus`` that transposed ones lack."""
-    return torch.logaddexp(x, x.new_zeros(()))
 
 
 def rotate(x: Tensor, angle: Tensor) -> Tensor:

@@ -21,6 +21,11 @@ def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
     return (wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 
+def softplus(x: Tensor) -> Tensor:
+    """Return log(1 + e^x). A compiler assumes a layout for the gradient of ``F.softplus`` that transposed ones lack."""
+    return torch.logaddexp(x, x.new_zeros(()))
+
+
 def with_ones(v: Tensor) -> Tensor:
     """Append a column of ones, whose weighted sum is the normalizer: (..., E) -> (..., E+1)."""
     return F.pad(v, (0, 1), value=1.0)

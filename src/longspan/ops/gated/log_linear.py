@@ -61,7 +61,7 @@ def attend(
     scale = per_root(q.shape[-1]) if scale is None else scale
     groups = v.shape[1] // max(k.shape[1], 1)
     own = (q * k).sum(-1, keepdim=True, dtype=v.dtype).repeat_interleave(groups, 1) * scale
-    out, ends = weights[..., :1] * own * v, list[Tensor]()
+    out, ends = weights[..., :1] * own * v, []
     out = out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)
 
     def sums(values: Tensor, ids: Tensor | None, begin: Tensor | None) -> tuple[Tensor, Tensor]:
