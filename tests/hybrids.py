@@ -58,6 +58,22 @@ MAMBA = {
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }
+SHORT = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}
+INKLING = {
+    "num_hidden_layers": 2,
+    "layer_types": ["hybrid", "hybrid_sliding"],
+    "head_dim": 8,
+    "swa_num_attention_heads": 4,
+    "swa_num_key_value_heads": 2,
+    "swa_head_dim": 8,
+    "sliding_window_size": 16,
+    "d_rel": 4,
+    "rel_extent": 32,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
+INKLING2 = {**INKLING, "unpadded_vocab_size": VOCAB, "n_layers_per_attn_res_block": 1}
 
 # name: (class, what its configuration adds to COMMON)
 KINDS = {
@@ -122,6 +138,30 @@ KINDS = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
     ),
+    "lara_mini": ("LaraMini", {**DELTA, **EXPERTS}),
+    "lfm2": ("Lfm2", SHORT),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {**SHORT, "moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2, "num_dense_layers": 1},
+    ),
+    "lfm3": (
+        "Lfm3",
+        {**SHORT, "layer_types": ["conv", "full_attention", "sliding_attention"], "sliding_window": 16, "head_dim": 8},
+    ),
+    "inkling": ("Inkling", {**INKLING, "n_shared_experts": 1}),
+    "inkling2": ("Inkling2", INKLING2),
+    "inkling2_loop": (
+        "Inkling2Loop",
+        {
+            **INKLING2,
+            "num_hidden_layers": 3,
+            "layer_types": ["hybrid", "hybrid_sliding", "hybrid"],
+            "loop_layer_index_start": 1,
+            "loop_layer_index_end": 2,
+            "loop_num_passes": 2,
+            "loop_gate_rank": 4,
+        },
+    ),
 }
 
 
@@ -138,6 +178,10 @@ def file(kind):
 WHOLE = ("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2")
 # Types with a gated DeltaNet.
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+# Types whose layers with a state are convolutions only.
+CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2", "inkling2_loop")
+# Types that longspan serves from transformers 5.24 on.
+RECENT = ("lara_mini", *CONVOLUTIONS)
 # Types whose layers 5.15 does not tell where sequences begin.
 UNTOLD = ("mamba2", "falcon_h1", "nemotron_h")
 
@@ -149,6 +193,8 @@ def version():
 
 def served(kind):
     """Skip if longspan leaves this type unchanged in the installed version of transformers."""
+    if version() < (5, 24) and kind in RECENT:
+        pytest.skip("longspan serves it from transformers 5.24 on")
     if version() < (5, 15) and kind in WHOLE:
         pytest.skip("transformers before 5.15 has its recurrence in one piece")
 
@@ -167,6 +213,8 @@ def continues(kind, cuts):
 
 def packs(kind):
     """Whether these transformers tell the layers of a type what they need to keep packed rows apart."""
+    if kind in RECENT:
+        return version() >= (5, 24)
     return kind == "minimax" or version() >= (5, 16) or (version() == (5, 15) and kind not in UNTOLD)
 
 
@@ -192,6 +240,15 @@ def model(kind, seed=0, **more):
             else:
                 p.data.add_(torch.randn_like(p) * 0.1)
     return made.eval()
+
+
+def halved(made, dtype):
+    """The model in a half precision, but for the weights that ``from_pretrained`` keeps in float32."""
+    kept = [*(made._keep_in_fp32_modules or ()), *(made._keep_in_fp32_modules_strict or ())]
+    for name, p in (*made.named_parameters(), *made.named_buffers()):
+        if p.is_floating_point() and not any(word in name for word in kept):
+            p.data = p.data.to(dtype)
+    return made
 
 
 def tokens(*shape, seed=0):

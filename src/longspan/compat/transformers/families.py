@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from . import convolution, delta, lightning, mamba2
+from . import convolution, delta, lightning, mamba2, packing
 
 
 class Ours(NamedTuple):
@@ -13,32 +13,50 @@ class Ours(NamedTuple):
     why_not: Callable[..., str] | None = None
     counts: bool = True
     """Whether ``status()`` counts its calls: True for functions with kernels."""
+    part: str = ""
+    """What it computes, for ``status()``."""
 
 
-DELTA = Ours(delta.gated_delta_rule)
+DELTA = Ours(delta.gated_delta_rule, part="the gated delta rule")
+KIMI = Ours(delta.gated_delta_rule, part="Kimi's delta rule")
 
 # By the name in a modeling file. All files of a family have the same function under this name.
 FUNCTIONS = {
     "torch_chunk_gated_delta_rule": DELTA,
     "torch_recurrent_gated_delta_rule": DELTA,
-    "chunk_kimi_delta_attention": DELTA,
-    "recurrent_kimi_delta_attention": DELTA,
-    "mamba2_chunk_scan": Ours(mamba2.scan),
-    "mamba2_selective_state_update": Ours(mamba2.step, mamba2.per_head),
+    "chunk_kimi_delta_attention": KIMI,
+    "recurrent_kimi_delta_attention": KIMI,
+    "mamba2_chunk_scan": Ours(mamba2.scan, part="Mamba-2's scan"),
+    "mamba2_selective_state_update": Ours(mamba2.step, mamba2.per_head, part="Mamba-2's scan"),
     "mamba2_split_conv1d_scan_combined": Ours(mamba2.fused, counts=False),
-    "causal_conv1d_fn": Ours(convolution.convolve),
-    "causal_conv1d_update": Ours(convolution.update),
+    "causal_conv1d_fn": Ours(convolution.convolve, part="short convolutions"),
+    "causal_conv1d_update": Ours(convolution.update, part="short convolutions"),
 }
 # By the attribute in which a layer keeps its function, in transformers before 5.15.
 ATTRIBUTES = {"chunk_gated_delta_rule": DELTA, "recurrent_gated_delta_rule": DELTA}
 # By the names of a layer's class and method.
-METHODS = {("MiniMaxLightningAttention", "forward"): Ours(lightning.forward)}
+METHODS = {("MiniMaxLightningAttention", "forward"): Ours(lightning.forward, part="lightning attention")}
 
-GATED_DELTA_NET = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid")
+GATED_DELTA_NET = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "lara_mini")
 KIMI_DELTA_ATTENTION = ("kimi_linear", "bailing_hybrid", "glm5_next")
 MAMBA2 = ("mamba2", "nemotron_h", "bamba", "granitemoehybrid", "zamba2", "falcon_h1")
 LIGHTNING = ("minimax",)
-TYPES = (*GATED_DELTA_NET, *KIMI_DELTA_ATTENTION, *MAMBA2, *LIGHTNING)
+CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2", "inkling2_loop")
+TYPES = (*GATED_DELTA_NET, *KIMI_DELTA_ATTENTION, *MAMBA2, *LIGHTNING, *CONVOLUTIONS)
+
+# Model types that are replaced from transformers 5.24 on, the first version with which longspan tests them.
+RECENT = ("lara_mini", *CONVOLUTIONS)
+# Models around a text model of one of these types. transformers builds the text model from its own file.
+WRAPPERS = {
+    "jev": "qwen3_5",
+    "lfm2_vl": "lfm2",
+    "lfm3_vl": "lfm3",
+    "minicpm_ocr": "qwen3_5",
+    "minicpmv4_6": "qwen3_5",
+    "minicpmv4_7": "qwen3_5",
+    "nemotron3_5_transcribe": "nemotron_h",
+    "nemotron_h_omni": "nemotron_h",
+}
 
 # Model types that number the tokens after a cache from 0 unless they receive position_ids.
 UNPLACED = ("bamba",)
@@ -48,6 +66,9 @@ CACHES = {
     ("MiniMaxCache", "get_mask_sizes"): lightning.from_layer_with_keys,
     ("MiniMaxCache", "reorder_cache"): lightning.with_states,
 }
+
+# By the names of a layer's class and method: wrappers that give the original what its caller does not.
+LAYERS = {("InklingShortConvolution", "forward"): packing.told}
 
 # Model types with recurrent layers for which longspan has no kernel.
 _SELECTIVE = "Mamba-1's selective scan has a decay per channel and state, for which longspan has no kernel"
@@ -59,6 +80,19 @@ UNSERVED = {
     "rwkv": "longspan has no kernel for RWKV-4's normalized exponential average",
     "xlstm": "longspan has no kernel for the cells of xLSTM",
     "recurrent_gemma": "longspan has no kernel for the gated linear recurrence of RG-LRU",
+    "zaya": "its convolutions mix the channels of a head, for which longspan has no kernel",
+    "deepseek_v4": "its state is a compressed cache of keys and values, without a recurrence",
+}
+# Layers with a state, of supported types, that run as they are.
+_DYNAMIC = "its taps depend on the token, for which longspan has no kernel"
+UNSERVED_LAYERS = {
+    "inkling2": {"Inkling2DynamicShortConvolution": _DYNAMIC},
+    "inkling2_loop": {"Inkling2LoopDynamicShortConvolution": _DYNAMIC},
+    "qwen4_exp": {
+        "Qwen4ExpTextPLELayer": "its convolution has dilation, for which longspan has no kernel",
+        "Qwen4ExpTextNGramEmbedding": "its state is the last token ids, without arithmetic",
+    },
+    "lfm3_vl": {"Lfm3VlVisionShortConv": "it is a convolution in two dimensions, without a state"},
 }
 
 # Model types whose other layers look across the sequences of a packed row.

@@ -6,15 +6,16 @@ the other two. Here a model accepts any of them and passes ``seq_idx`` to all la
 receive it raises an error.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 # The sequences of the rows that a model is reading; None if rows are not packed.
 _expected: ContextVar[Tensor | None] = ContextVar("longspan_packed_rows", default=None)
@@ -112,13 +113,74 @@ def pass_borders(original: Callable, refused: str, unplaced: bool = False) -> Ca
             raise ValueError(
                 f"{type(self).__name__} does not support packed rows: {refused}; pass one sequence per row"
             )
-        token = _expected.set(ids)
-        try:
+        with _expecting(ids), _remembered(self, ids):
             return original(self, **_completed(given, ids, names))
-        finally:
-            _expected.reset(token)
 
     return forward
+
+
+def told(original: Callable) -> Callable:
+    """Wrap a layer's ``forward`` whose caller does not pass it the boundaries of packed rows."""
+    names = tuple(inspect.signature(original).parameters)[1:]
+
+    @functools.wraps(original)
+    def forward(self, *args, **kwargs):
+        # First, so that a compiler sees only the original.
+        if torch.compiler.is_compiling() or kwargs.get("seq_idx") is not None:
+            return original(self, *args, **kwargs)
+        x = args[0] if args else kwargs[names[0]]
+        ids = sequences(*x.shape[:2])
+        return original(self, *args, **(kwargs if ids is None else {**kwargs, "seq_idx": ids.int()}))
+
+    return forward
+
+
+def sequences(batch: int, n: int) -> Tensor | None:
+    """Return the number (B,N) of each token's sequence in the rows that a model is reading; None if not packed.
+
+    Raises:
+        ValueError: a layer has other rows than the model.
+    """
+    ids = _expected.get()
+    if ids is not None and tuple(ids.shape) != (batch, n):
+        raise ValueError(f"a layer has {(batch, n)} tokens, but the packed rows of its model are {tuple(ids.shape)}")
+    return ids
+
+
+@contextlib.contextmanager
+def _expecting(ids: Tensor) -> Iterator[None]:
+    token = _expected.set(ids)
+    try:
+        yield
+    finally:
+        _expected.reset(token)
+
+
+@contextlib.contextmanager
+def _remembered(model: nn.Module, ids: Tensor) -> Iterator[None]:
+    """Make checkpointed layers know the boundaries when the backward pass computes them again, after the call."""
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
+    kept = [(m, m.__dict__.get("_gradient_checkpointing_func")) for m in layers]
+
+    def checkpoint(run: Callable) -> Callable:
+        def checkpointed(layer: Callable, *args, **kwargs):
+            def again(*given):
+                with _expecting(ids):
+                    return layer(*given)
+
+            return run(again, *args, **kwargs)
+
+        return checkpointed
+
+    try:
+        for layer, run in kept:
+            if run is not None:
+                layer._gradient_checkpointing_func = checkpoint(run)  # pyright: ignore[reportArgumentType] (a function)
+        yield
+    finally:
+        for layer, run in kept:
+            if run is not None:
+                layer._gradient_checkpointing_func = run  # pyright: ignore[reportArgumentType] (a function)
 
 
 def found(given: Mapping[str, Any], batch: int, n: int) -> Tensor | None:

@@ -19,6 +19,7 @@ class Replaced:
     attribute: str
     original: Any
     counts: bool = False
+    part: str = ""
     put: Any = None
     inherited: bool = False
     active: bool = True

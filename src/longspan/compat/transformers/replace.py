@@ -13,7 +13,21 @@ from torch import Tensor, nn
 
 from . import packing
 from .counting import counted
-from .families import ATTRIBUTES, CACHES, FUNCTIONS, GATED_DELTA_NET, LEAKING, METHODS, TYPES, UNPLACED, UNSERVED, Ours
+from .families import (
+    ATTRIBUTES,
+    CACHES,
+    FUNCTIONS,
+    GATED_DELTA_NET,
+    LAYERS,
+    LEAKING,
+    METHODS,
+    RECENT,
+    TYPES,
+    UNPLACED,
+    UNSERVED,
+    UNSERVED_LAYERS,
+    Ours,
+)
 from .record import Replaced, replaced, untouched, version
 from .report import Status, status
 
@@ -39,7 +53,11 @@ def accelerate(model: nn.Module | None = None) -> Status:
     version()
     if model is not None and not isinstance(model, nn.Module):
         raise ValueError(f"accelerate takes a model, or None for all model types, not {type(model).__name__}")
-    untouched.update(UNSERVED if model is None else {})
+    if model is None:
+        untouched.update(UNSERVED)
+        untouched.update(
+            {f"{kind}.{layer}": why for kind in UNSERVED_LAYERS for layer, why in UNSERVED_LAYERS[kind].items()}
+        )
     for module in _modules(model):
         _module(module)
     for layer in () if model is None else model.modules():
@@ -91,7 +109,13 @@ def _modules(model: nn.Module | None) -> Iterator[ModuleType]:
 def _module(module: ModuleType) -> None:
     """Replace the supported functions of a modeling file, and make its models pass on the boundaries of packed rows."""
     kind = _model(module.__name__)
+    for layer, why in UNSERVED_LAYERS.get(kind, {}).items():
+        if layer in module.__dict__:
+            untouched[f"{kind}.{layer}"] = why
     if kind not in TYPES:
+        return
+    if kind in RECENT and version() < (5, 24):
+        untouched[kind] = "longspan supports it from transformers 5.24 on"
         return
     before = len(replaced)
     for name, ours in FUNCTIONS.items():
@@ -122,10 +146,10 @@ def _module(module: ModuleType) -> None:
             original = owner.__dict__["forward"]
             one = Replaced(kind, f"{name}.forward", owner, "forward", original)
             _put(one, packing.pass_borders(original, refused, kind in UNPLACED))
-    for (cache, name), mended in CACHES.items():
-        if (owner := module.__dict__.get(cache)) is not None:
+    for (found, name), mended in (CACHES | LAYERS).items():
+        if (owner := module.__dict__.get(found)) is not None:
             original = getattr(owner, name)
-            _put(Replaced(kind, f"{cache}.{name}", owner, name, original), mended(original))
+            _put(Replaced(kind, f"{found}.{name}", owner, name, original), mended(original))
 
 
 def _is_model(owner: type) -> bool:
@@ -145,7 +169,7 @@ def _replace(kind: str, name: str, owner: Any, attribute: str, original: Callabl
     if more and not any(p.kind == p.VAR_POSITIONAL for p in known.values()):
         untouched[f"{kind}.{name}"] = f"longspan does not know its parameters {', '.join(more)}"
         return
-    one = Replaced(kind, name, owner, attribute, original, ours.counts)
+    one = Replaced(kind, name, owner, attribute, original, ours.counts, ours.part)
     _put(one, _dispatch(one, ours))
 
 

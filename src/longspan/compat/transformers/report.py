@@ -4,6 +4,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from . import softmax
+from .families import WRAPPERS
 from .record import replaced, untouched
 
 
@@ -16,13 +17,16 @@ class Status(NamedTuple):
     """what was left unchanged, by model type, with the reason"""
     softmax: dict[str, int] = {}  # noqa: RUF012
     """number of calls of ``attn_implementation="longspan"`` by backend"""
+    parts: dict[str, str] = {}  # noqa: RUF012
+    """what of a model type runs on longspan's kernels; of a model around a text model, what of the latter does"""
 
     def __str__(self) -> str:
         lines = []
         for model, functions in self.functions.items():
-            lines.append(f"{model}: {', '.join(functions)}")
+            lines.append(f"{model}: {self.parts.get(model) or ', '.join(functions)}")
             for name, calls in functions.items():
                 lines += [f"  {name}: {count} calls by {what}" for what, count in calls.items()]
+        lines += [f"{model}: {part}" for model, part in self.parts.items() if model not in self.functions]
         lines += [f"softmax layers: {count} calls by {what}" for what, count in self.softmax.items()]
         lines += [f"{name}: untouched; {why}" for name, why in self.untouched.items()]
         return "\n".join(lines) or "nothing is replaced; call longspan.compat.transformers.accelerate()"
@@ -36,7 +40,17 @@ def status() -> Status:
             # Layers of one class that hold the function as an attribute count as one.
             functions.setdefault(one.model, {}).setdefault(one.name, Counter()).update(one.calls)
     counts = {model: {name: dict(calls) for name, calls in names.items()} for model, names in functions.items()}
-    return Status(counts, dict(untouched), dict(softmax.calls))
+    return Status(counts, dict(untouched), dict(softmax.calls), _parts())
+
+
+def _parts() -> dict[str, str]:
+    of: dict[str, dict[str, None]] = {}
+    for one in replaced:
+        if one.part:
+            of.setdefault(one.model, {})[one.part] = None
+    parts = {model: ", ".join(names) for model, names in of.items()}
+    inner = {outer: f"of its text model {kind}: {parts[kind]}" for outer, kind in WRAPPERS.items() if kind in parts}
+    return parts | inner
 
 
 def summary() -> str:
