@@ -58,6 +58,7 @@ MAMBA = {
     "mamba_expand": 2,
     "mamba_chunk_size": 16,
 }
+SELECTIVE = {"state_size": 6, "num_hidden_layers": 2, "time_step_rank": 4}
 SHORT = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}
 INKLING = {
     "num_hidden_layers": 2,
@@ -138,6 +139,29 @@ KINDS = {
             "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         },
     ),
+    "mamba": ("Mamba", SELECTIVE),
+    "falcon_mamba": ("FalconMamba", SELECTIVE),
+    "jamba": (
+        "Jamba",
+        {
+            "num_hidden_layers": 3,
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "num_experts": 4,
+            "mamba_d_state": 6,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "zamba": (
+        "Zamba",
+        {
+            "num_hidden_layers": 4,
+            "layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"],
+            "mamba_d_state": 6,
+            "mamba_dt_rank": 4,
+            "num_key_value_heads": 4,
+        },
+    ),
     "lara_mini": ("LaraMini", {**DELTA, **EXPERTS}),
     "lfm2": ("Lfm2", SHORT),
     "lfm2_moe": (
@@ -180,8 +204,12 @@ WHOLE = ("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamb
 DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
 # Types whose layers with a state are convolutions only.
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2", "inkling2_loop")
+# Types with Mamba-1. In training its original code takes time that grows with the square of the length.
+MAMBA1 = ("mamba", "falcon_mamba", "jamba", "zamba")
+# Types with a scan by channel.
+SCANS = MAMBA1
 # Types that longspan serves from transformers 5.24 on.
-RECENT = ("lara_mini", *CONVOLUTIONS)
+RECENT = ("lara_mini", *MAMBA1, *CONVOLUTIONS)
 # Types whose layers 5.15 does not tell where sequences begin.
 UNTOLD = ("mamba2", "falcon_h1", "nemotron_h")
 
@@ -249,6 +277,11 @@ def halved(made, dtype):
         if p.is_floating_point() and not any(word in name for word in kept):
             p.data = p.data.to(dtype)
     return made
+
+
+def length(kind):
+    """Tokens of a text for comparisons with the original code: short where that is slow."""
+    return 80 if kind in MAMBA1 else 139
 
 
 def tokens(*shape, seed=0):

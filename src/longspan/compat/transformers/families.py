@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from . import convolution, delta, lightning, mamba2, packing
+from . import convolution, delta, lightning, mamba, mamba2, packing
 
 
 class Ours(NamedTuple):
@@ -29,6 +29,9 @@ FUNCTIONS = {
     "mamba2_chunk_scan": Ours(mamba2.scan, part="Mamba-2's scan"),
     "mamba2_selective_state_update": Ours(mamba2.step, mamba2.per_head, part="Mamba-2's scan"),
     "mamba2_split_conv1d_scan_combined": Ours(mamba2.fused, counts=False),
+    "mamba_selective_scan": Ours(mamba.scan, part="Mamba-1's selective scan"),
+    "mamba_selective_state_update": Ours(mamba.step, part="Mamba-1's selective scan"),
+    "mamba_inner_fn": Ours(mamba.fused, counts=False),
     "causal_conv1d_fn": Ours(convolution.convolve, part="short convolutions"),
     "causal_conv1d_update": Ours(convolution.update, part="short convolutions"),
 }
@@ -40,12 +43,13 @@ METHODS = {("MiniMaxLightningAttention", "forward"): Ours(lightning.forward, par
 GATED_DELTA_NET = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "lara_mini")
 KIMI_DELTA_ATTENTION = ("kimi_linear", "bailing_hybrid", "glm5_next")
 MAMBA2 = ("mamba2", "nemotron_h", "bamba", "granitemoehybrid", "zamba2", "falcon_h1")
+MAMBA1 = ("mamba", "falcon_mamba", "jamba", "zamba")
 LIGHTNING = ("minimax",)
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2", "inkling2_loop")
-TYPES = (*GATED_DELTA_NET, *KIMI_DELTA_ATTENTION, *MAMBA2, *LIGHTNING, *CONVOLUTIONS)
+TYPES = (*GATED_DELTA_NET, *KIMI_DELTA_ATTENTION, *MAMBA2, *MAMBA1, *LIGHTNING, *CONVOLUTIONS)
 
 # Model types that are replaced from transformers 5.24 on, the first version with which longspan tests them.
-RECENT = ("lara_mini", *CONVOLUTIONS)
+RECENT = ("lara_mini", *MAMBA1, *CONVOLUTIONS)
 # Models around a text model of one of these types. transformers builds the text model from its own file.
 WRAPPERS = {
     "jev": "qwen3_5",
@@ -67,16 +71,19 @@ CACHES = {
     ("MiniMaxCache", "reorder_cache"): lightning.with_states,
 }
 
-# By the names of a layer's class and method: wrappers that give the original what its caller does not.
-LAYERS = {("InklingShortConvolution", "forward"): packing.told}
+# By the names of a layer's class and method: wrappers that give the original what its caller does not, and what they
+# change, for ``status()``.
+_CONTINUED = "several tokens after a cache, which the original code reads as a new sequence"
+LAYERS = {
+    ("InklingShortConvolution", "forward"): (packing.told, ""),
+    ("MambaMixer", "forward"): (mamba.with_state, _CONTINUED),
+    ("FalconMambaMixer", "forward"): (mamba.with_state, _CONTINUED),
+    ("JambaMambaMixer", "forward"): (mamba.with_state, _CONTINUED),
+    ("ZambaMambaMixer", "forward"): (mamba.with_state, _CONTINUED),
+}
 
 # Model types with recurrent layers for which longspan has no kernel.
-_SELECTIVE = "Mamba-1's selective scan has a decay per channel and state, for which longspan has no kernel"
 UNSERVED = {
-    "mamba": _SELECTIVE,
-    "falcon_mamba": _SELECTIVE,
-    "jamba": _SELECTIVE,
-    "zamba": _SELECTIVE,
     "rwkv": "longspan has no kernel for RWKV-4's normalized exponential average",
     "xlstm": "longspan has no kernel for the cells of xLSTM",
     "recurrent_gemma": "longspan has no kernel for the gated linear recurrence of RG-LRU",

@@ -201,7 +201,7 @@ def found(given: Mapping[str, Any], batch: int, n: int) -> Tensor | None:
         _expected.reset(token)
     if positions is not None and positions.dim() == 2 and positions.shape[0] == 1:
         positions = positions.expand(batch, -1)
-    mask, cache = given.get("attention_mask"), _cache(given)
+    mask, cache = given.get("attention_mask"), cache_of(given)
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         mask = None
     padded = mask is not None and not bool(mask.all())
@@ -232,13 +232,14 @@ def found(given: Mapping[str, Any], batch: int, n: int) -> Tensor | None:
     return ids
 
 
-def _cache(given: Mapping[str, Any]) -> Any:
+def cache_of(given: Mapping[str, Any]) -> Any:
+    """Return the cache among the arguments of a model or layer, or None."""
     return next((c for c in map(given.get, ("cache", "past_key_values", "cache_params")) if c is not None), None)
 
 
 def _placed(given: Mapping[str, Any], tokens: Tensor) -> dict[str, Tensor]:
     """Return ``position_ids`` (1,N) of tokens (B,N,...) that continue a cache, if the model received none."""
-    cache = _cache(given)
+    cache = cache_of(given)
     if cache is None or given.get("position_ids") is not None:
         return {}
     return {"position_ids": torch.arange(tokens.shape[1])[None] + cache.get_seq_length()}

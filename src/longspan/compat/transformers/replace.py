@@ -146,10 +146,11 @@ def _module(module: ModuleType) -> None:
             original = owner.__dict__["forward"]
             one = Replaced(kind, f"{name}.forward", owner, "forward", original)
             _put(one, packing.pass_borders(original, refused, kind in UNPLACED))
-    for (found, name), mended in (CACHES | LAYERS).items():
+    wrappers = {names: (mended, "") for names, mended in CACHES.items()} | LAYERS
+    for (found, name), (mended, part) in wrappers.items():
         if (owner := module.__dict__.get(found)) is not None:
             original = getattr(owner, name)
-            _put(Replaced(kind, f"{found}.{name}", owner, name, original), mended(original))
+            _put(Replaced(kind, f"{found}.{name}", owner, name, original, part=part), mended(original))
 
 
 def _is_model(owner: type) -> bool:
