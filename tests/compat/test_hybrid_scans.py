@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from hybrids import SCANS, halved, judge, model, served, tokens
+from hybrids import SCANS, file, halved, judge, model, served, tokens
 from longspan.compat import transformers as on_cpu
+from longspan.compat.transformers import running, rwkv
 from longspan.ops.native import build
 
 LENGTHS = (8, 80)  # less and more than the kernels' chunks
@@ -19,6 +20,7 @@ def restored():
 
 def far(a, b):
     """The largest difference over the largest number of b."""
+    a, b = a.detach(), b.detach()
     return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30))
 
 
@@ -88,3 +90,113 @@ def test_half_precision_trains_as_near_to_float64_as_the_original_code(kind):
         grad = torch.cat([p.grad.double().flatten() for p in made.parameters() if p.grad is not None])
         errors.append(float((grad - right).norm() / right.norm()))
     assert errors[1] < 1.15 * errors[0]
+
+
+def averaged(w, u, k, v, state):
+    """RWKV-4 token by token, in float64, by its definition: weighted averages of the values so far."""
+    w, u, k, v = (t.double() for t in (w, u, k, v))
+    num, den = (t.double() * state[2].double().exp() for t in state[:2])
+    out = []
+    for t in range(k.shape[1]):
+        own = (u + k[:, t]).exp()
+        out.append((num + own * v[:, t]) / (den + own))
+        decay = (-w.exp()).exp()
+        num, den = decay * num + k[:, t].exp() * v[:, t], decay * den + k[:, t].exp()
+    return torch.stack(out, 1), num, den
+
+
+@pytest.mark.parametrize("n", [2, 8, 80, 600])
+def test_averages_are_those_of_a_loop_in_float64(n):
+    """With decays from 1e-3 to 20 a token, and keys whose exponents float32 cannot hold unless they are scaled."""
+    torch.manual_seed(n)
+    k, v = torch.randn(2, n, 12) * 12, torch.randn(2, n, 12)
+    w, u = torch.linspace(-7.0, 3.0, 12), torch.randn(12)
+    state = torch.randn(2, 12), torch.rand(2, 12) + 0.1, torch.randn(2, 12)
+    leaves = [t.requires_grad_() for t in (w, u, k, v)]
+    ours, last = rwkv.average(w, u, k, v, state)
+    wanted, num, den = averaged(w, u, k, v, state)
+    assert far(ours, wanted) < 1e-6
+    scale = last[2].double().exp()
+    assert float((last[0] * scale - num).abs().div(den).detach().max()) < 1e-5
+    assert float((last[1] * scale - den).abs().div(den).detach().max()) < 1e-5
+    weight = torch.randn(2, n, 12)
+    found, right = (torch.autograd.grad((o * weight).sum(), leaves) for o in (ours, wanted))
+    largest = max(float(grad.abs().max()) for grad in right)
+    for one, exact in zip(found, right, strict=True):
+        assert float((one - exact).abs().max()) < 2e-6 * largest
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_running_maximum_is_that_of_a_loop(packed):
+    torch.manual_seed(0)
+    i, f, before = torch.randn(2, 50, 3) * 9, -torch.rand(2, 50, 3) * 9, torch.randn(2, 3)
+    starts = torch.zeros(2, 50, dtype=torch.bool)
+    if packed:
+        starts[0, 7] = starts[0, 8] = starts[1, 33] = True
+    m, previous = running.largest(i, f, before, starts if packed else None, -4.0)
+    at = before.double()
+    for t in range(50):
+        at = torch.where(starts[:, t, None], torch.full_like(at, -4.0), at)
+        assert far(previous[:, t], at) < 1e-12
+        at = torch.maximum(at + f[:, t].double(), i[:, t].double())
+        assert far(m[:, t], at) < 1e-12
+
+
+def test_caches_of_recurrent_gemma_are_independent():
+    """Its original keeps one state per layer, which the next prompt finds."""
+    from transformers import DynamicCache
+
+    served("recurrent_gemma")
+    made, (x, y) = model("recurrent_gemma"), tokens(2, 1, 20)
+    on_cpu.accelerate(made)
+    with torch.no_grad():
+        one, other = DynamicCache(config=made.config), DynamicCache(config=made.config)
+        for text, cache in ((x, one), (y, other)):
+            made(text[:, :9], cache=cache, use_cache=True)
+        found = [made(text[:, 9:], cache=cache, use_cache=True).logits for text, cache in ((x, one), (y, other))]
+        for logits, text in zip(found, (x, y), strict=True):
+            assert far(logits, made(text, use_cache=False).logits[:, 9:]) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kind", "owner", "name"),
+    [
+        ("rwkv", "RwkvForCausalLM", "_reorder_cache"),
+        ("xlstm", "xLSTMForCausalLM", "_reorder_cache"),
+        ("recurrent_gemma", "RecurrentGemmaModel", "__call__"),
+    ],
+)
+def test_restore_takes_away_what_was_added(kind, owner, name):
+    served(kind)
+    of = getattr(file(kind), owner)
+    on_cpu.accelerate(model(kind))
+    assert name in vars(of)
+    on_cpu.restore()
+    assert name not in vars(of)
+
+
+def test_what_is_better_than_the_original_is_named():
+    served("mamba")
+    parts = on_cpu.accelerate().parts
+    for kind in ("mamba", "falcon_mamba", "jamba", "zamba"):
+        assert "several tokens after a cache" in parts[kind]
+    assert "beam search" in parts["rwkv"]
+
+
+@pytest.mark.parametrize("mode", ["train", "train_with_padding", "inference"])
+def test_modes_of_xlstm_return_what_they_should(mode):
+    served("xlstm")
+    made = model("xlstm", mode=mode, return_last_states=mode != "train_with_padding")
+    on_cpu.accelerate(made)
+    backend = made.backbone.blocks[0].mlstm_layer.mlstm_backend
+    q, v, gate = torch.randn(1, 2, 64, 4), torch.randn(1, 2, 64, 6), torch.randn(1, 2, 64)
+    ours = backend(q, q, v, gate, gate)
+    on_cpu.restore()
+    theirs = backend(q, q, v, gate, gate)
+    if mode == "train_with_padding":
+        ours, theirs = (ours, ()), (theirs, ())
+    assert far(ours[0], theirs[0]) < 1e-5
+    assert len(ours[1]) == len(theirs[1])
+    for one, other in zip(ours[1], theirs[1], strict=True):
+        assert one.shape == other.shape
+        assert far(one, other) < 1e-5

@@ -21,7 +21,9 @@ def restored():
 
 def functions(kind):
     module = file(kind)
-    return {name: vars(module)[name] for name in (*families.FUNCTIONS, "create_causal_mask") if name in vars(module)}
+    found = {name: vars(module)[name] for name in (*families.FUNCTIONS, "create_causal_mask") if name in vars(module)}
+    methods = {pair: vars(vars(module)[pair[0]])[pair[1]] for pair in families.METHODS if pair[0] in vars(module)}
+    return found | methods
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import NamedTuple
 
-from . import convolution, delta, lightning, mamba, mamba2, packing
+from . import convolution, delta, lightning, mamba, mamba2, mlstm, packing, rglru, rwkv
 
 
 class Ours(NamedTuple):
@@ -38,18 +38,26 @@ FUNCTIONS = {
 # By the attribute in which a layer keeps its function, in transformers before 5.15.
 ATTRIBUTES = {"chunk_gated_delta_rule": DELTA, "recurrent_gated_delta_rule": DELTA}
 # By the names of a layer's class and method.
-METHODS = {("MiniMaxLightningAttention", "forward"): Ours(lightning.forward, part="lightning attention")}
+METHODS = {
+    ("MiniMaxLightningAttention", "forward"): Ours(lightning.forward, part="lightning attention"),
+    ("RecurrentGemmaRecurrentBlock", "forward"): Ours(rglru.block, part="short convolutions, with states in the cache"),
+    ("RecurrentGemmaRglru", "forward"): Ours(rglru.recurrence, part="the recurrence RG-LRU"),
+    ("RwkvSelfAttention", "forward"): Ours(rwkv.attention, part="RWKV-4's exponential average"),
+    ("RwkvFeedForward", "forward"): Ours(rwkv.feed_forward, counts=False),
+    ("xLSTMBackend", "forward"): Ours(mlstm.forward, part="the memory of mLSTM"),
+}
 
 GATED_DELTA_NET = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen4_exp", "olmo_hybrid", "lara_mini")
 KIMI_DELTA_ATTENTION = ("kimi_linear", "bailing_hybrid", "glm5_next")
 MAMBA2 = ("mamba2", "nemotron_h", "bamba", "granitemoehybrid", "zamba2", "falcon_h1")
 MAMBA1 = ("mamba", "falcon_mamba", "jamba", "zamba")
 LIGHTNING = ("minimax",)
+OTHERS = ("recurrent_gemma", "rwkv", "xlstm")
 CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2", "inkling2_loop")
-TYPES = (*GATED_DELTA_NET, *KIMI_DELTA_ATTENTION, *MAMBA2, *MAMBA1, *LIGHTNING, *CONVOLUTIONS)
+TYPES = (*GATED_DELTA_NET, *KIMI_DELTA_ATTENTION, *MAMBA2, *MAMBA1, *LIGHTNING, *OTHERS, *CONVOLUTIONS)
 
 # Model types that are replaced from transformers 5.24 on, the first version with which longspan tests them.
-RECENT = ("lara_mini", *MAMBA1, *CONVOLUTIONS)
+RECENT = ("lara_mini", *MAMBA1, *OTHERS, *CONVOLUTIONS)
 # Models around a text model of one of these types. transformers builds the text model from its own file.
 WRAPPERS = {
     "jev": "qwen3_5",
@@ -80,13 +88,13 @@ LAYERS = {
     ("FalconMambaMixer", "forward"): (mamba.with_state, _CONTINUED),
     ("JambaMambaMixer", "forward"): (mamba.with_state, _CONTINUED),
     ("ZambaMambaMixer", "forward"): (mamba.with_state, _CONTINUED),
+    ("RecurrentGemmaModel", "__call__"): (rglru.numbered, ""),
+    ("RwkvForCausalLM", "_reorder_cache"): (rwkv.reordered, "beam search with states"),
+    ("xLSTMForCausalLM", "_reorder_cache"): (mlstm.reordered, "beam search with states"),
 }
 
 # Model types with recurrent layers for which longspan has no kernel.
 UNSERVED = {
-    "rwkv": "longspan has no kernel for RWKV-4's normalized exponential average",
-    "xlstm": "longspan has no kernel for the cells of xLSTM",
-    "recurrent_gemma": "longspan has no kernel for the gated linear recurrence of RG-LRU",
     "zaya": "its convolutions mix the channels of a head, for which longspan has no kernel",
     "deepseek_v4": "its state is a compressed cache of keys and values, without a recurrence",
 }

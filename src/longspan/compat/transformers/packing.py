@@ -234,7 +234,9 @@ def found(given: Mapping[str, Any], batch: int, n: int) -> Tensor | None:
 
 def cache_of(given: Mapping[str, Any]) -> Any:
     """Return the cache among the arguments of a model or layer, or None."""
-    return next((c for c in map(given.get, ("cache", "past_key_values", "cache_params")) if c is not None), None)
+    return next(
+        (c for c in map(given.get, ("cache", "past_key_values", "cache_params", "state")) if c is not None), None
+    )
 
 
 def _placed(given: Mapping[str, Any], tokens: Tensor) -> dict[str, Tensor]:

@@ -146,10 +146,12 @@ def _module(module: ModuleType) -> None:
             original = owner.__dict__["forward"]
             one = Replaced(kind, f"{name}.forward", owner, "forward", original)
             _put(one, packing.pass_borders(original, refused, kind in UNPLACED))
-    wrappers = {names: (mended, "") for names, mended in CACHES.items()} | LAYERS
+    wrappers: dict[tuple[str, str], tuple[Callable, str]] = {
+        names: (mended, "") for names, mended in CACHES.items()
+    } | LAYERS
     for (found, name), (mended, part) in wrappers.items():
         if (owner := module.__dict__.get(found)) is not None:
-            original = getattr(owner, name)
+            original: Any = getattr(owner, name, None)  # None for a method that only ours has
             _put(Replaced(kind, f"{found}.{name}", owner, name, original, part=part), mended(original))
 
 
