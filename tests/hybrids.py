@@ -276,7 +276,7 @@ def model(kind, seed=0, **more):
                 p.data.normal_(0.0, 0.6 / p.shape[-1] ** 0.5 if "embed" not in name else 1.0)
             elif "A_log" in name:
                 p.data.uniform_(-1.0, 1.0)
-            elif "dt_bias" in name:
+            elif "dt_bias" in name or "dt_proj.bias" in name:
                 p.data.uniform_(-2.0, 0.0)
             else:
                 p.data.add_(torch.randn_like(p) * 0.1)

@@ -58,6 +58,7 @@ def is_served(name, source):
     return name in whole or any(re.search(rf"\b{one}\(", source) for one in families.FUNCTIONS)
 
 
+@pytest.mark.full
 def test_every_recurrent_layer_is_served_or_named():
     found = layers()
     assert len(found) > 20
@@ -89,6 +90,7 @@ def test_models_around_a_text_model_are_known():
                 assert families.WRAPPERS.get(path.parent.name) == kind
 
 
+@pytest.mark.full
 def test_status_says_which_parts_are_served():
     if version() < (5, 24):
         pytest.skip("these transformers lack some of the types")
