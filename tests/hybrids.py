@@ -273,7 +273,9 @@ def model(kind, seed=0, **more):
         for name, p in made.named_parameters():
             # Initial values are often small or all alike, so that nothing would be seen of a mistake.
             if p.dim() > 1:
-                p.data.normal_(0.0, 0.6 / p.shape[-1] ** 0.5 if "embed" not in name else 1.0)
+                # Mamba-1 multiplies what x_proj returns three times.
+                wide = 4.0 if "x_proj" in name else 0.6
+                p.data.normal_(0.0, wide / p.shape[-1] ** 0.5 if "embed" not in name else 1.0)
             elif "A_log" in name:
                 p.data.uniform_(-1.0, 1.0)
             elif "dt_bias" in name or "dt_proj.bias" in name:
