@@ -42,6 +42,7 @@ AREAS = {
     "train": ("train", "models", "generation", "data", "speech"),
     "experiments": ("experiments", "bench"),
     "gpu": ("gpu",),
+    "serving": ("serving",),
     "docs": ("house",),
 }
 AREA = {folder: area for area, folders in AREAS.items() for folder in folders}

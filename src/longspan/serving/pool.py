@@ -1,0 +1,390 @@
+"""A pool of slots: each decode step advances all live streams, which come and go between steps."""
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .. import states
+from ..generation.sampling import afford_rows
+from ..models.decoder import Decoder, DecoderState
+from .prefix_cache import PrefixCache
+from .sampler import Sampling, sample
+
+Reason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Full(Exception):
+    """The queue of waiting streams is full; try again later."""
+
+
+@dataclass(eq=False)
+class Stream:
+    """The tokens of one request, as they are drawn.
+
+    Read ``tokens`` and ``finished`` at any time, or pass ``listener`` to ``Pool.submit``.
+    """
+
+    prompt: tuple[int, ...]
+    max_new_tokens: int
+    sampling: Sampling
+    stop: frozenset[int]
+    listener: Callable[["Stream", int | None], None] | None = None
+    tokens: list[int] = field(default_factory=list)
+    """the tokens drawn so far; a stop token is the last one"""
+    log_probs: list[float] = field(default_factory=list)
+    """the log-probability of each of them, before temperature, top_k and top_p"""
+    top: int = 0
+    """how many of the most likely tokens are recorded at each place"""
+    top_log_probs: list[dict[int, float]] = field(default_factory=list)
+    """for each place the ``top`` most likely tokens with their log-probabilities"""
+    finished: Reason | None = None
+    """why the stream has ended, None while it has not"""
+    error: str = ""
+    """what went wrong, if ``finished`` is ``error``"""
+    cached: int = 0
+    """tokens of the prompt that were read for an earlier stream"""
+    keeps: bool = False
+    state: DecoderState | None = None
+    """with ``keep_state=True``, the state at the end, one row, which has read all tokens but the last"""
+    cancelled: bool = False
+
+
+@dataclass(eq=False)
+class _Reading:
+    """A prompt that is being read, for one or more streams."""
+
+    streams: list[Stream]
+    tokens: tuple[int, ...]  # the start token included, where the prompt begins a sequence
+    state: DecoderState
+    read: int = 0
+    cacheable: bool = True
+    outputs: Tensor | None = None
+
+
+class Pool:
+    """Continuous batching over a preallocated state.
+
+    Live streams are rows 0 to n-1 of the state. A stream that ends leaves its row to the last one. Each call of
+    ``step`` reads a piece of the waiting prompts and draws one token for every live stream. ``submit`` and ``cancel``
+    may be called from any thread, ``step`` from one at a time.
+
+    Greedy tokens of a stream equal those of ``longspan.generate`` up to ties: products of a batch round differently
+    from those of one row. Sampled tokens depend on the stream's seed and position only.
+
+    Args:
+        model: A decoder in evaluation mode.
+        slots: Streams that run at the same time.
+        queue: Streams that may wait for a slot.
+        capacity: Tokens of a stream, prompt included; required for attentions whose state keeps every token.
+        prefill: Tokens of a prompt that are read per step, so that a long prompt does not stop the others.
+        prefix_bytes: Memory for states of prompts that were read before; 0 for none.
+
+    Raises:
+        ValueError: For a model that is not a decoder in evaluation mode, numbers out of range, and a pool that does not
+            fit into the memory of this machine.
+    """
+
+    def __init__(
+        self,
+        model: Decoder,
+        *,
+        slots: int = 64,
+        queue: int = 128,
+        capacity: int = 0,
+        prefill: int = 256,
+        prefix_bytes: int = 0,
+    ):
+        if not isinstance(model, Decoder):
+            raise ValueError(f"a pool needs a Decoder, not {type(model).__name__}")
+        if model.training:
+            raise ValueError("the model is in training mode; call model.eval()")
+        for name, value, least in (
+            ("slots", slots, 1),
+            ("queue", queue, 0),
+            ("capacity", capacity, 0),
+            ("prefill", prefill, 1),
+        ):
+            if value < least:
+                raise ValueError(f"{name}={value} must be at least {least}")
+        afford_rows(model, slots, capacity, f"the states of {slots} slots")
+        self.model, self.slots, self.queue, self.capacity, self.prefill = model, slots, queue, capacity, prefill
+        self.prefixes = PrefixCache(prefix_bytes)
+        with torch.no_grad():
+            empty = model.init_state(slots, capacity)
+            grows = bool(capacity) and states.nbytes(empty) != states.nbytes(model.init_state(slots, capacity + 1))
+            self._fixed = grows
+            self.state = states.fix_capacity(empty, capacity) if grows else empty
+            if not grows and states.nbytes(model.init_state(1, 1)) != states.nbytes(model.init_state(1, 2)):
+                raise ValueError("this model's state keeps every token; pass capacity=, the most tokens of a stream")
+        self.rows: list[Stream] = []
+        self._next: list[int] = []  # the token that each live row reads next
+        self._waiting: deque[_Reading] = deque()
+        self._reading: list[_Reading] = []
+        self._lock = threading.Lock()
+
+    @property
+    def live(self) -> int:
+        """Streams that draw tokens."""
+        return len(self.rows)
+
+    @property
+    def waiting(self) -> int:
+        """Streams whose prompt is not read yet."""
+        return sum(len(job.streams) for job in itertools.chain(self._waiting, self._reading))
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to do."""
+        return not (self.rows or self._waiting or self._reading)
+
+    def submit(
+        self,
+        prompt: Sequence[int] | Tensor = (),
+        *,
+        max_new_tokens: int,
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        stop: Sequence[int] = (),
+        state: DecoderState | None = None,
+        keep_state: bool = False,
+        top: int = 0,
+        listener: Callable[[Stream, int | None], None] | None = None,
+    ) -> list[Stream]:
+        """Queue a prompt.
+
+        Args:
+            prompt: Tokens, without the start token.
+            max_new_tokens: The most tokens to draw.
+            sampling: How to draw them, by default from the model's distribution with seed 0. Several draw several
+                streams from one reading of the prompt.
+            stop: Tokens that end a stream.
+            state: The state of one row to continue, from an earlier stream; None begins a sequence.
+            keep_state: Keep each stream's state at its end.
+            top: Record this many of the most likely tokens at each place.
+            listener: Called from ``step`` with each token of a stream, and with None at its end.
+
+        Returns:
+            The streams, one for each of ``sampling``.
+
+        Raises:
+            ValueError: For tokens out of range, numbers out of range, or more tokens than ``capacity``.
+            Full: If the queue is full.
+        """
+        given = tuple(map(int, prompt.flatten().tolist() if isinstance(prompt, Tensor) else prompt))
+        if odd := [token for token in (*given, *stop) if not 0 <= token < self.model.start]:
+            raise ValueError(f"token {odd[0]} is not among 0 to {self.model.start - 1}")
+        if not 0 <= top <= self.model.start:
+            raise ValueError(f"top={top} must be a number of tokens from 0 to {self.model.start}")
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+        sampling = Sampling() if sampling is None else sampling
+        ways = [sampling] if isinstance(sampling, Sampling) else list(sampling)
+        if not 1 <= len(ways) <= self.slots:
+            raise ValueError(f"{len(ways)} streams of one prompt do not fit into {self.slots} slots")
+        if state is not None and not given:
+            raise ValueError("a state needs a prompt of at least one token, which it has not read")
+        before = 0 if state is None else int(state.position[0])
+        # Limits of positions and of KV caches; the start token takes a place.
+        needed = before + len(given) + max_new_tokens + (state is None)
+        for limit, what in (
+            (self.capacity if self._fixed else 0, "capacity"),
+            (self._positions(), "the table of positions"),
+        ):
+            if limit and needed > limit:
+                raise ValueError(
+                    f"{len(given)} tokens of prompt and {max_new_tokens} new ones need {needed} places, but {what} has "
+                    f"{limit}"
+                )
+        streams = [
+            Stream(given, max_new_tokens, way, frozenset(stop), listener, keeps=keep_state, top=top) for way in ways
+        ]
+        tokens = given if state is not None else (self.model.start, *given)
+        with torch.no_grad():
+            own = self.model.init_state(1, self.capacity) if state is None else states.clone(state)
+        job = _Reading(streams, tokens, own, cacheable=state is None)
+        with self._lock:
+            if self.waiting + len(streams) > self.queue + max(0, self.slots - self.live):
+                raise Full(f"{self.waiting} streams wait for {self.slots} slots; try again later")
+            self._waiting.append(job)
+        return streams
+
+    def cancel(self, stream: Stream) -> None:
+        """End a stream before the next step; an ended one stays as it is."""
+        stream.cancelled = True
+
+    @torch.no_grad()
+    def step(self) -> int:
+        """Read a piece of the waiting prompts, and draw a token for every live stream -> the number of live streams."""
+        self._reap()
+        self._admit()
+        self._read()
+        if self.rows:
+            self._decode()
+        return self.live
+
+    def run(self) -> None:
+        """Step until every stream has ended."""
+        while not self.idle:
+            self.step()
+
+    def stream(self, prompt: Sequence[int] | Tensor = (), **options: Any) -> Iterator[int]:
+        """Submit a prompt and yield its tokens; the other streams advance with it. Options as in ``submit``."""
+        (found,) = self.submit(prompt, **options)
+        given = 0
+        try:
+            while found.finished is None or given < len(found.tokens):
+                if given == len(found.tokens):
+                    self.step()
+                else:
+                    given += 1
+                    yield found.tokens[given - 1]
+        finally:
+            if found.finished is None:
+                self.cancel(found)
+
+    def _positions(self) -> int:
+        config = self.model.config
+        return config.length if config.positions == "learned" else 0
+
+    def _reap(self) -> None:
+        """Remove streams that were cancelled."""
+        for i in reversed(range(len(self.rows))):
+            if self.rows[i].cancelled:
+                self._leave(i, "cancelled")
+        with self._lock:
+            for jobs in (self._waiting, self._reading):
+                for job in list(jobs):
+                    for stream in [one for one in job.streams if one.cancelled]:
+                        job.streams.remove(stream)
+                        self._end(stream, "cancelled")
+                    if not job.streams:
+                        jobs.remove(job)
+
+    def _admit(self) -> None:
+        """Begin to read the prompts for which there will be slots."""
+        taken = self.live + sum(len(job.streams) for job in self._reading)
+        with self._lock:
+            while self._waiting and taken + len(self._waiting[0].streams) <= self.slots:
+                job = self._waiting.popleft()
+                taken += len(job.streams)
+                if job.cacheable and self.prefixes.limit and (known := self.prefixes.find(job.tokens)) is not None:
+                    job.read, job.state, job.outputs = known
+                    for stream in job.streams:
+                        stream.cached = job.read
+                self._reading.append(job)
+
+    def _read(self) -> None:
+        """Read the next piece of each prompt, all of them in one call, and begin the streams of those that end."""
+        jobs = [job for job in self._reading if job.read < len(job.tokens)]
+        if jobs:
+            pieces = [job.tokens[job.read : job.read + self.prefill] for job in jobs]
+            width = max(map(len, pieces))
+            tokens = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in pieces], device=self.model.device)
+            mask = None
+            if any(len(piece) < width for piece in pieces):
+                lengths = torch.tensor([[len(piece)] for piece in pieces], device=self.model.device)
+                mask = torch.arange(width, device=self.model.device) < lengths
+            joined = jobs[0].state if len(jobs) == 1 else states.join([job.state for job in jobs])
+            try:
+                outputs, after = self.model(tokens, joined, mask=mask, donate=True)
+            except Exception as error:
+                self._fail(jobs, error)
+                return
+            for i, (job, piece) in enumerate(zip(jobs, pieces, strict=True)):
+                job.read += len(piece)
+                job.state = after if len(jobs) == 1 else states.select(after, [i])
+                job.outputs = outputs[i : i + 1, len(piece) - 1].clone()
+                if job.cacheable and self.prefixes.limit:
+                    self.prefixes.keep(job.tokens[: job.read], job.state, job.outputs)
+        for job in [job for job in self._reading if job.read == len(job.tokens)]:
+            self._reading.remove(job)
+            self._begin(job)
+
+    def _begin(self, job: _Reading) -> None:
+        assert job.outputs is not None
+        first = job.outputs.expand(len(job.streams), -1)
+        for stream, token, value in zip(job.streams, *self._draw(first, job.streams), strict=True):
+            self._emit(stream, token, value)
+            if stream.finished is None:
+                slot = len(self.rows)
+                states.put(self.state, [slot], self._slotted(job.state))
+                self.rows.append(stream)
+                self._next.append(token)
+            elif stream.keeps:
+                stream.state = states.clone(job.state)
+
+    def _slotted(self, state: DecoderState) -> DecoderState:
+        return states.fix_capacity(state, self.capacity) if self._fixed else state
+
+    def _decode(self) -> None:
+        """Advance every live stream by one token."""
+        n = len(self.rows)
+        rows = pytree.tree_map(lambda t: t[:n], self.state)
+        tokens = torch.tensor(self._next, device=self.model.device)[:, None]
+        outputs, after = self.model(tokens, rows, donate=True)
+        # A step may return new tensors instead of those that it was allowed to overwrite.
+        for old, new in zip(pytree.tree_leaves(rows), pytree.tree_leaves(after), strict=True):
+            if new.data_ptr() != old.data_ptr():
+                old.copy_(new)
+        drawn, values = self._draw(outputs[:, 0], self.rows)
+        for i in reversed(range(n)):
+            self._next[i] = drawn[i]
+            self._emit(self.rows[i], drawn[i], values[i])
+            if (reason := self.rows[i].finished) is not None:
+                self._leave(i, reason)
+
+    def _draw(self, outputs: Tensor, streams: list[Stream]) -> tuple[list[int], list[float]]:
+        """Draw the next token of each stream -> tokens, log-probabilities."""
+        scores = self.model.likelihood.log_probs(outputs)
+        positions = torch.tensor([len(stream.tokens) for stream in streams], device=outputs.device)
+        tokens = sample(scores, [stream.sampling for stream in streams], positions)
+        for row, stream in enumerate(streams):
+            if stream.top:
+                best = scores[row].topk(stream.top)
+                stream.top_log_probs.append(dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
+        return tokens.tolist(), scores.gather(-1, tokens[:, None])[:, 0].tolist()
+
+    def _emit(self, stream: Stream, token: int, value: float) -> None:
+        stream.tokens.append(token)
+        stream.log_probs.append(value)
+        if stream.listener is not None:
+            stream.listener(stream, token)
+        if value != value:
+            self._end(stream, "error", "the model's outputs are not numbers")
+        elif token in stream.stop:
+            self._end(stream, "stop")
+        elif len(stream.tokens) == stream.max_new_tokens:
+            self._end(stream, "length")
+
+    def _end(self, stream: Stream, reason: Reason, error: str = "") -> None:
+        if stream.finished is None:
+            stream.finished, stream.error = reason, error
+            if stream.listener is not None:
+                stream.listener(stream, None)
+
+    def _leave(self, row: int, reason: Reason) -> None:
+        """Free a row: the last one takes its place."""
+        stream = self.rows[row]
+        if stream.keeps and reason in ("stop", "length"):
+            stream.state = states.select(self.state, [row])
+        last = len(self.rows) - 1
+        if row != last:
+            for t in pytree.tree_leaves(self.state):
+                t[row] = t[last]
+            self.rows[row], self._next[row] = self.rows[last], self._next[last]
+        self.rows.pop()
+        self._next.pop()
+        self._end(stream, reason)
+
+    def _fail(self, jobs: list[_Reading], error: Exception) -> None:
+        """End the streams of prompts that the model rejects."""
+        for job in jobs:
+            self._reading.remove(job)
+            for stream in job.streams:
+                self._end(stream, "error", str(error))

@@ -1,0 +1,83 @@
+"""States of prompts that were read before, so that a prompt with the same beginning starts there."""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import states
+
+
+@dataclass
+class Snapshot:
+    """The state after a number of tokens, and the outputs of the last one."""
+
+    state: Any
+    outputs: Tensor
+    nbytes: int
+
+
+class PrefixCache:
+    """Keeps states by the exact tokens that led to them, and forgets the least recently used.
+
+    A recurrent state cannot be cut back to fewer tokens, so it serves only prompts that begin with all of its tokens.
+
+    Args:
+        limit: Bytes of all states together; 0 keeps none.
+    """
+
+    def __init__(self, limit: int):
+        if limit < 0:
+            raise ValueError(f"limit={limit} must be a number of bytes >= 0")
+        self.limit = limit
+        self.nbytes = 0
+        self.hits = 0
+        self.misses = 0
+        self._kept: OrderedDict[tuple[int, ...], Snapshot] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, tokens: Sequence[int]) -> tuple[int, Any, Tensor] | None:
+        """Return the longest known beginning of a prompt.
+
+        Args:
+            tokens: The prompt.
+
+        Returns:
+            The number of tokens read, a copy of the state (one row) and of the outputs (1,size) after them; None if no
+            beginning is known.
+        """
+        given = tuple(tokens)
+        lengths = sorted({len(key) for key in self._kept if len(key) <= len(given)}, reverse=True)
+        for length in lengths:
+            if (found := self._kept.get(given[:length])) is not None:
+                self._kept.move_to_end(given[:length])
+                self.hits += 1
+                return length, states.clone(found.state), found.outputs.clone()
+        self.misses += 1
+        return None
+
+    def keep(self, tokens: Sequence[int], state: Any, outputs: Tensor) -> None:
+        """Keep a copy of the state (one row) and the outputs (1,size) after ``tokens``."""
+        size = states.nbytes(state) + outputs.nbytes
+        if size > self.limit:
+            return
+        key = tuple(tokens)
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return
+        with torch.no_grad():
+            self._kept[key] = Snapshot(states.clone(state), outputs.clone(), size)
+        self.nbytes += size
+        while self.nbytes > self.limit:
+            _, gone = self._kept.popitem(last=False)
+            self.nbytes -= gone.nbytes
+
+    def clear(self) -> None:
+        """Forget all states."""
+        self._kept.clear()
+        self.nbytes = 0

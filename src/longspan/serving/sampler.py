@@ -1,0 +1,115 @@
+"""Sampling of many rows at once, each with its own options and its own random numbers."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .._utils.typecheck import check_fields
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a stream draws its tokens.
+
+    Raises:
+        ValueError: For a temperature that is negative or not finite, top_k < 0, and top_p outside (0, 1].
+    """
+
+    temperature: float = 1.0
+    """sharpens the distribution below 1 and flattens it above; 0 takes the most likely token"""
+    top_k: int = 0
+    """samples from the k most likely tokens; 0 samples from all"""
+    top_p: float = 1.0
+    """samples from the most likely tokens that reach this probability; 1 samples from all"""
+    seed: int = 0
+    """token i of a stream depends on its seed and i, not on other streams or on its place in the batch"""
+
+    def __post_init__(self):
+        check_fields(self)
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature={self.temperature} must be a finite number >= 0; 0 takes the mode")
+        if self.top_k < 0:
+            raise ValueError(f"top_k={self.top_k} must be >= 0; 0 keeps all tokens")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be in (0, 1]; 1 keeps all tokens")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed={self.seed} must be a 64-bit integer")
+
+
+def uniforms(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return one number in [0, 1) for each seed and position, the same on every machine.
+
+    It is the counter-based generator SplitMix64: position i of a seed's stream, with the seed mixed first so that
+    neighboring seeds give unrelated streams.
+
+    Args:
+        seeds: (B,) int64.
+        positions: (B,) int64, the number of tokens drawn before.
+
+    Returns:
+        (B,) float64.
+
+    References:
+        Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
+    """
+    mixed = _mix(_mix(seeds) + (positions + 1) * _GOLDEN)
+    return _shifted(mixed, 11).double() * 2.0**-53
+
+
+def _signed(value: int) -> int:
+    """A 64-bit pattern as a signed integer, since torch has no unsigned arithmetic."""
+    return value - 2**64 if value >= 2**63 else value
+
+
+_GOLDEN = _signed(0x9E3779B97F4A7C15)
+_FIRST, _SECOND = _signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finalizer of SplitMix64; products wrap around."""
+    x = (x ^ _shifted(x, 30)) * _FIRST
+    x = (x ^ _shifted(x, 27)) * _SECOND
+    return x ^ _shifted(x, 31)
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shift right without copies of the sign bit."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def sample(scores: Tensor, rows: Sequence[Sampling], positions: Tensor) -> Tensor:
+    """Draw one token per row.
+
+    The options apply in the order temperature, top_k, top_p, as in ``Likelihood.sample``. Of equally probable tokens,
+    the lower one counts as more probable.
+
+    Args:
+        scores: (B,V) log-probabilities, up to a constant per row.
+        rows: The options of each row.
+        positions: (B,) int64, the number of tokens that each row has drawn before.
+
+    Returns:
+        (B,) int64.
+    """
+    scores = scores.double()
+    if all(row.temperature == 0 for row in rows):
+        return scores.argmax(-1)
+    device, levels = scores.device, scores.shape[1]
+    temperature = torch.tensor([[row.temperature or 1.0] for row in rows], dtype=torch.float64, device=device)
+    top_k = torch.tensor([[row.top_k or levels] for row in rows], device=device)
+    top_p = torch.tensor([[row.top_p] for row in rows], dtype=torch.float64, device=device)
+    seeds = torch.tensor([row.seed for row in rows], device=device)
+    ordered, tokens = scores.sort(dim=-1, descending=True, stable=True)
+    kept = torch.arange(levels, device=device) < top_k
+    shares = (ordered / temperature).masked_fill(~kept, -math.inf).softmax(-1)
+    # A token is kept while the mass before it is below top_p.
+    shares = shares.masked_fill(shares.cumsum(-1) - shares >= top_p, 0.0)
+    mass = shares.cumsum(-1)
+    wanted = uniforms(seeds, positions)[:, None] * mass[:, -1:]
+    place = (mass <= wanted).sum(-1, keepdim=True).clamp(max=levels - 1)
+    drawn = tokens.gather(-1, place)[:, 0]
+    greedy = torch.tensor([row.temperature == 0 for row in rows], device=device)
+    return torch.where(greedy, tokens[:, 0], drawn)

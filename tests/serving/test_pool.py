@@ -1,0 +1,287 @@
+"""The pool: every stream gets its own answer, whoever else runs, and leaves nothing behind."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import longspan
+from longspan import states
+from longspan.serving import Full, Pool, Sampling
+from longspan.serving.sampler import sample, uniforms
+
+VOCAB = 13
+GREEDY = Sampling(temperature=0.0)
+ATTENTIONS = ("linear", "gated_deltanet", "mamba", "gla; local(window=3)", "softmax", "retention; softmax")
+
+
+def decoder(attention="gated_deltanet", **more):
+    torch.manual_seed(0)
+    config = {"vocab": VOCAB, "length": 64, "dim": 16, "heads": 2, "depth": 2, "attention": attention} | more
+    return longspan.Decoder(longspan.DecoderConfig(**config)).double().eval()
+
+
+def prompts(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [int(torch.randint(0, 12, (), generator=generator)) for _ in range(count)]
+    return [torch.randint(0, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def alone(model, prompt, n=9):
+    return longspan.generate(model, torch.tensor([prompt], dtype=torch.long), max_new_tokens=n, temperature=0)[
+        0
+    ].tolist()
+
+
+def pool(model, **options):
+    """A pool whose free slots are NaN."""
+    found = Pool(model, **({"slots": 4, "capacity": 40, "prefill": 5} | options))
+    for t in pytree.tree_leaves(found.state):
+        if t.is_floating_point():
+            t.fill_(float("nan"))
+    return found
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_greedy_streams_in_a_crowd_equal_those_alone(attention):
+    model, given = decoder(attention), prompts(10)
+    crowd = pool(model)
+    streams = [crowd.submit(prompt, max_new_tokens=9, sampling=GREEDY)[0] for prompt in given]
+    crowd.run()
+    assert [stream.tokens for stream in streams] == [alone(model, prompt) for prompt in given]
+    assert {stream.finished for stream in streams} == {"length"}
+    assert crowd.idle
+
+
+def test_learned_positions_are_those_of_the_stream():
+    model, given = decoder(positions="learned"), prompts(7)
+    crowd = pool(model)
+    streams = [crowd.submit(prompt, max_new_tokens=9, sampling=GREEDY)[0] for prompt in given]
+    crowd.run()
+    assert [stream.tokens for stream in streams] == [alone(model, prompt) for prompt in given]
+    with pytest.raises(ValueError, match="positions has 64"):
+        crowd.submit([1] * 60, max_new_tokens=9)
+
+
+def test_samples_depend_on_seed_and_position_only():
+    model, given = decoder(), prompts(8)
+    found = []
+    for order in (range(8), reversed(range(8))):
+        crowd, streams = pool(model), {}
+        for i in order:
+            (streams[i],) = crowd.submit(
+                given[i], max_new_tokens=6, sampling=Sampling(temperature=0.8, top_k=7, seed=i)
+            )
+            crowd.step()
+        crowd.run()
+        found.append([streams[i].tokens for i in range(8)])
+    assert found[0] == found[1]
+
+
+def test_several_streams_of_one_prompt_read_it_once():
+    model, calls = decoder(), []
+    crowd = pool(model)
+    crowd.model = Counted(model, calls)
+    streams = crowd.submit([1, 2, 3], max_new_tokens=4, sampling=[GREEDY, GREEDY, Sampling(seed=3)])
+    crowd.run()
+    assert calls[0] == (1, 4)
+    assert streams[0].tokens == streams[1].tokens == alone(model, [1, 2, 3], 4)
+
+
+class Counted:
+    """A model that records the shapes of its calls."""
+
+    def __init__(self, model, calls):
+        self._model, self._calls = model, calls
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def __call__(self, tokens, *args, **options):
+        self._calls.append(tuple(tokens.shape))
+        return self._model(tokens, *args, **options)
+
+
+def test_known_beginnings_are_not_read_again():
+    model, calls = decoder(), []
+    crowd = pool(model, prefix_bytes=10**6)
+    crowd.model = Counted(model, calls)
+    prompt = prompts(1, seed=5)[0] + [1, 2, 3, 4, 5, 6, 7]
+    expected = alone(model, prompt)
+    for wanted in (0, len(prompt) + 1, len(prompt) + 1):
+        calls.clear()
+        (stream,) = crowd.submit(prompt, max_new_tokens=9, sampling=GREEDY)
+        crowd.run()
+        assert stream.tokens == expected
+        assert stream.cached == wanted
+    assert all(shape == (1, 1) for shape in calls)
+    longer = [*prompt, 3, 4]
+    (stream,) = crowd.submit(longer, max_new_tokens=9, sampling=GREEDY)
+    crowd.run()
+    assert stream.tokens == alone(model, longer)
+    assert stream.cached == len(prompt) + 1
+    assert crowd.prefixes.hits == 3
+
+
+def test_the_cache_forgets_the_least_recently_used():
+    model = decoder()
+    one = states.nbytes(model.init_state(1)) + 8 * VOCAB
+    crowd = pool(model, prefix_bytes=2 * one, prefill=50)
+    for prompt in ([1], [2], [1], [3], [1], [2]):
+        crowd.submit(prompt, max_new_tokens=1)
+        crowd.run()
+    assert crowd.prefixes.hits == 2
+    assert len(crowd.prefixes) == 2
+    assert crowd.prefixes.nbytes <= crowd.prefixes.limit
+
+
+@pytest.mark.parametrize("attention", ["gated_deltanet", "softmax"])
+def test_a_kept_state_continues_the_text(attention):
+    model = decoder(attention)
+    crowd = pool(model)
+    (first,) = crowd.submit([1, 2, 3], max_new_tokens=5, sampling=GREEDY, keep_state=True)
+    crowd.run()
+    before = copy.deepcopy(first.state)
+    more = [first.tokens[-1], 7, 8]
+    streams = [crowd.submit(more, max_new_tokens=4, sampling=GREEDY, state=first.state)[0] for _ in range(2)]
+    crowd.run()
+    expected = alone(model, [1, 2, 3, *first.tokens, 7, 8], 4)
+    assert [stream.tokens for stream in streams] == [expected] * 2
+    assert all(
+        torch.equal(a, b) for a, b in zip(pytree.tree_leaves(first.state), pytree.tree_leaves(before), strict=True)
+    )
+
+
+def test_cancelled_streams_free_their_slots_at_every_stage():
+    model, generator = decoder(), torch.Generator().manual_seed(0)
+    crowd = pool(model, queue=1000)
+    kept, expected = [], []
+    for i, prompt in enumerate(prompts(60)):
+        (stream,) = crowd.submit(prompt, max_new_tokens=9, sampling=GREEDY)
+        if i % 3:
+            crowd.cancel(stream)
+        else:
+            kept.append(stream)
+            expected.append(alone(model, prompt))
+        if int(torch.randint(0, 2, (), generator=generator)):
+            crowd.step()
+        if i % 7 == 0 and crowd.rows and crowd.rows[0] not in kept:
+            crowd.cancel(crowd.rows[0])
+    crowd.run()
+    assert crowd.live == crowd.waiting == 0
+    assert [stream.tokens for stream in kept] == expected
+
+
+def test_stop_tokens_end_a_stream():
+    model = decoder()
+    tokens = alone(model, [1, 2], 9)
+    crowd = pool(model)
+    (stream,) = crowd.submit([1, 2], max_new_tokens=9, sampling=GREEDY, stop=[tokens[3]])
+    crowd.run()
+    assert stream.tokens == tokens[: tokens.index(tokens[3]) + 1]
+    assert stream.finished == "stop"
+
+
+def test_listeners_hear_every_token_and_the_end():
+    model, heard = decoder(), []
+    crowd = pool(model)
+    (stream,) = crowd.submit([4], max_new_tokens=3, sampling=GREEDY, listener=lambda stream, token: heard.append(token))
+    crowd.run()
+    assert heard == [*stream.tokens, None]
+    assert list(crowd.stream([4], max_new_tokens=3, sampling=GREEDY)) == stream.tokens
+
+
+def test_a_full_queue_refuses():
+    crowd = pool(decoder(), slots=2, queue=1)
+    for _ in range(3):
+        crowd.submit([1], max_new_tokens=2)
+    with pytest.raises(Full, match="3 streams wait"):
+        crowd.submit([1], max_new_tokens=2)
+    crowd.run()
+    crowd.submit([1], max_new_tokens=2)
+
+
+def test_outputs_that_are_not_numbers_end_the_stream():
+    model = decoder()
+    with torch.no_grad():
+        model.embedding.tokens.weight[5] = float("nan")
+    crowd = pool(model)
+    (bad,) = crowd.submit([5], max_new_tokens=3, sampling=GREEDY)
+    (good,) = crowd.submit([1], max_new_tokens=3, sampling=GREEDY)
+    crowd.run()
+    assert bad.finished == "error"
+    assert good.finished in ("length", "error")
+    assert crowd.idle
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": [13]}, "token 13"),
+        ({"max_new_tokens": 0}, "max_new_tokens=0"),
+        ({"sampling": [GREEDY] * 5}, "5 streams"),
+        ({"stop": [-1]}, "token -1"),
+    ],
+)
+def test_requests_out_of_range_are_refused(options, message):
+    crowd = pool(decoder())
+    given = {"prompt": [1], "max_new_tokens": 2} | options
+    with pytest.raises(ValueError, match=message):
+        crowd.submit(given.pop("prompt"), **given)
+    assert crowd.idle
+
+
+def test_pools_that_cannot_be_are_refused():
+    with pytest.raises(ValueError, match="capacity="):
+        Pool(decoder("softmax"), slots=2)
+    with pytest.raises(ValueError, match="training mode"):
+        Pool(decoder().train())
+    with pytest.raises(ValueError, match="slots=0"):
+        Pool(decoder(), slots=0)
+
+
+class TestSampler:
+    def test_numbers_are_uniform_and_independent(self):
+        seeds, places = torch.meshgrid(torch.arange(200), torch.arange(200), indexing="ij")
+        u = uniforms(seeds.flatten(), places.flatten()).view(200, 200)
+        assert ((u >= 0) & (u < 1)).all()
+        assert len(u.unique()) == u.numel()
+        assert abs(u.mean() - 0.5) < 0.005
+        for a, b in ((u[1:], u[:-1]), (u[:, 1:], u[:, :-1])):
+            assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.02
+
+    def test_known_values(self):
+        """SplitMix64 in plain integers."""
+
+        def mixed(x):
+            x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+            x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+            return x ^ (x >> 31)
+
+        for seed, place in ((0, 0), (1, 0), (-5, 3), (2**62, 10**6)):
+            expected = mixed((mixed(seed % 2**64) + (place + 1) * 0x9E3779B97F4A7C15) % 2**64) >> 11
+            assert uniforms(torch.tensor([seed]), torch.tensor([place])).item() == expected * 2.0**-53
+
+    def test_options_keep_what_the_likelihood_keeps(self):
+        generator = torch.Generator().manual_seed(0)
+        scores = torch.randn(1, VOCAB, generator=generator, dtype=torch.float64)
+        for options in ({}, {"top_k": 3}, {"top_p": 0.7}, {"temperature": 0.5, "top_k": 6, "top_p": 0.9}):
+            rows = [Sampling(seed=i, **options) for i in range(20000)]
+            drawn = sample(scores.expand(20000, -1), rows, torch.zeros(20000, dtype=torch.long))
+            found = torch.bincount(drawn, minlength=VOCAB) / 20000
+            likelihood = decoder().likelihood
+            other = likelihood.sample(scores.expand(20000, -1), **options, generator=generator)
+            expected = torch.bincount(other, minlength=VOCAB) / 20000
+            assert (found - expected).abs().max() < 0.02
+            assert ((found > 0) == (expected > 0)).all()
+
+    def test_rows_keep_their_own_options(self):
+        scores = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).expand(3, -1)
+        rows = [Sampling(temperature=0.0), Sampling(top_k=1, seed=9), Sampling(top_p=1e-9, seed=2)]
+        assert sample(scores, rows, torch.arange(3)).tolist() == [1, 1, 1]
+
+    @pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"seed": 2**63}])
+    def test_options_out_of_range_are_refused(self, options):
+        with pytest.raises(ValueError, match=next(iter(options))):
+            Sampling(**options)
