@@ -20,6 +20,7 @@ COMMANDS = {
     "train": ("train", "Train a model from a recipe or from flags."),
     "eval": ("evaluate", "Evaluate a trained model: bits per token, exact match or accuracy."),
     "generate": ("generate", "Generate images, text or target sequences from a trained model."),
+    "serve": ("serve", "Serve a trained decoder over HTTP, many streams at a time."),
     "transcribe": ("transcribe", "Transcribe recordings of speech, offline or streaming."),
     "export": ("export", "Export a trained decoder to ONNX (prefill and decode step)."),
     "list": ("listing", "List the mechanisms with their cost, forms and paper."),

@@ -228,6 +228,18 @@ class Pool:
             self._decode()
         return self.live
 
+    def fail(self, error: str) -> None:
+        """End all streams with an error, after a step has raised one."""
+        with self._lock:
+            jobs = [*self._waiting, *self._reading]
+            streams = [*self.rows, *(stream for job in jobs for stream in job.streams)]
+            self._waiting.clear()
+            self._reading.clear()
+            self.rows.clear()
+            self._next.clear()
+        for stream in streams:
+            self._end(stream, "error", error)
+
     def run(self) -> None:
         """Step until every stream has ended."""
         while not self.idle:

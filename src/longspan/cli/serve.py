@@ -1,0 +1,112 @@
+"""``longspan serve``: a trained decoder behind OpenAI's completions."""
+
+import signal
+import threading
+from typing import Any
+
+from .._utils.optional_deps import need
+from .parser import Parser, make, natural_int
+
+
+def parser() -> Parser:
+    parser = make(
+        "serve",
+        "Serve a trained decoder over HTTP with the interface of OpenAI's completions: /v1/completions with streaming, "
+        "/v1/models, /healthz, /readyz and /metrics. Each stream has a state of its own in a pool of slots, and all "
+        "streams advance together. SIGTERM lets running streams finish; a second signal ends at once.",
+        "longspan serve text",
+        "longspan serve runs/book --port 8080 --slots 256 --prefix-mb 512",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a run, a checkpoint, or a pretrained model such as text")
+    parser.add_argument("--host", type=str, default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=natural_int(65535), default=8000, help="port; 0 takes a free one")
+    parser.add_argument("--slots", type=natural_int(1_000_000), default=64, help="streams that run at the same time")
+    parser.add_argument("--queue", type=natural_int(1_000_000), default=128, help="streams that may wait for a slot")
+    parser.add_argument(
+        "--capacity", type=natural_int(10**9), default=0, help="tokens of a stream, for models with a KV cache"
+    )
+    parser.add_argument("--prefix-mb", type=natural_int(10**6), default=0, help="memory for states of known beginnings")
+    parser.add_argument("--max-tokens", type=natural_int(10**9), default=4096, help="largest max_tokens of a request")
+    parser.add_argument("--api-key", type=str, default="", help="require the header Authorization: Bearer KEY")
+    parser.add_argument("--name", type=str, default="", help="the model's name in requests; by default MODEL")
+    parser.add_argument("--grace", type=natural_int(86400), default=30, help="seconds for running streams at the end")
+    return parser
+
+
+def run(args: Any) -> int:
+    need("longspan serve", "starlette", "uvicorn", "prometheus_client")
+    import uvicorn
+
+    from ..serving import Pool
+    from ..serving.server import Limits, Server
+    from ..serving.text import Bytes
+    from . import trained
+
+    model, name, _ = trained.model(args.model, "", "decoder")
+    codec = Bytes() if trained.kind(name) == "text" else None
+    pool = Pool(model, slots=args.slots, queue=args.queue, capacity=args.capacity, prefix_bytes=args.prefix_mb << 20)
+    limits = Limits(tokens=args.max_tokens)
+    server = Server(pool, name=args.name or args.model, codec=codec, api_key=args.api_key, limits=limits)
+    config = uvicorn.Config(
+        server.app,
+        host=args.host,
+        port=args.port,
+        log_level="warning",
+        timeout_graceful_shutdown=args.grace,
+        lifespan="off",
+    )
+    http = uvicorn.Server(config)
+    _on_signals(server, http)
+    try:
+        with _announced(http, args, pool):
+            http.run()
+    finally:
+        server.close()
+    return 0 if http.started else 2
+
+
+def _on_signals(server: Any, http: Any) -> None:
+    """On SIGTERM and SIGINT refuse new streams and finish running ones; on a second one end at once."""
+
+    def end(number: int, frame: Any) -> None:
+        http.force_exit = http.should_exit
+        http.should_exit = server.closing = True
+
+    # uvicorn installs its handlers in ``run``; these come with the same rule and also refuse new streams.
+    http.install_signal_handlers = lambda: None
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, end)
+        http.capture_signals = _nothing
+
+
+def _nothing() -> Any:
+    import contextlib
+
+    return contextlib.nullcontext()
+
+
+def _announced(http: Any, args: Any, pool: Any) -> Any:
+    """Print where the server listens, once it does."""
+    import contextlib
+
+    from .. import states
+
+    @contextlib.contextmanager
+    def context() -> Any:
+        startup = http.startup
+
+        async def then(*given: Any, **more: Any) -> None:
+            await startup(*given, **more)
+            if http.started:
+                port = http.servers[0].sockets[0].getsockname()[1]
+                size = states.nbytes(pool.state)
+                print(
+                    f"{args.model} at http://{args.host}:{port}/v1, {pool.slots} slots of {size // pool.slots:,} bytes",
+                    flush=True,
+                )
+
+        http.startup = then
+        yield
+
+    return context()

@@ -1,0 +1,402 @@
+"""The HTTP server: OpenAI's completions over a pool, with streaming, metrics and limits."""
+
+import asyncio
+import contextlib
+import hmac
+import json
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .. import states
+from .pool import Full, Pool, Stream
+from .requests import Completion, Wrong, completion
+from .text import Stops
+from .worker import Worker
+
+PING = 15.0  # seconds without a token after which a comment keeps the connection open
+RETRY = 1  # seconds that a refused client is asked to wait
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client may use."""
+
+    body: int = 1 << 20
+    """bytes of a request"""
+    tokens: int = 4096
+    """the largest max_tokens"""
+    slow: float = 30.0
+    """seconds after which a client that reads nothing is dropped"""
+    backlog: int = 4096
+    """events of a stream that its client has not read yet"""
+
+
+class Metrics:
+    """Counters for Prometheus, in a registry of their own."""
+
+    def __init__(self, worker: Worker):
+        self.registry = CollectorRegistry()
+        pool, own = worker.pool, {"registry": self.registry}
+        self.requests = Counter("longspan_requests", "Requests by status", ["status"], **own)
+        self.first = Histogram("longspan_first_token_seconds", "Seconds to the first token", **own)
+        for name, text, value in (
+            ("longspan_live_streams", "Streams that draw tokens", lambda: pool.live),
+            ("longspan_waiting_streams", "Streams whose prompt is not read yet", lambda: pool.waiting),
+            ("longspan_slots", "Streams that fit", lambda: pool.slots),
+            ("longspan_state_bytes", "Memory of all slots", lambda: states.nbytes(pool.state)),
+            ("longspan_prefix_bytes", "Memory of known beginnings", lambda: pool.prefixes.nbytes),
+            ("longspan_prefix_hits", "Prompts whose beginning was known", lambda: pool.prefixes.hits),
+            ("longspan_prefix_misses", "Prompts whose beginning was not known", lambda: pool.prefixes.misses),
+            ("longspan_tokens_drawn", "Tokens drawn", lambda: worker.drawn),
+            ("longspan_streams_cancelled", "Streams that were cancelled", lambda: worker.cancelled),
+        ):
+            Gauge(name, text, **own).set_function(value)
+
+
+@dataclass(eq=False)
+class _Choice:
+    """One choice of a response: its stream, and the text so far."""
+
+    index: int
+    stream: Stream
+    queue: asyncio.Queue
+    decoding: Any
+    stops: Stops
+    offset: int = 0
+    finish: str | None = None
+    seen: int = 0
+    parts: list[str] = field(default_factory=list)
+
+
+class Server:
+    """The application: ``Server(pool, ...).app`` is an ASGI application.
+
+    Args:
+        pool: The pool of the model.
+        name: The model's name in requests.
+        codec: Text to tokens and back, such as ``text.Bytes``; None for a model without text.
+        api_key: Requests need the header ``Authorization: Bearer KEY``; "" for none.
+        limits: What one client may use.
+    """
+
+    def __init__(self, pool: Pool, *, name: str, codec: Any = None, api_key: str = "", limits: Limits | None = None):
+        self.pool, self.name, self.codec, self.api_key = pool, name, codec, api_key
+        self.limits = limits or Limits()
+        self.worker = Worker(pool)
+        self.metrics = Metrics(self.worker)
+        self.created = int(time.time())
+        self.closing = False
+        routes = [
+            Route("/v1/completions", self.completions, methods=["POST"]),
+            Route("/v1/models", self.models),
+            Route("/v1/chat/completions", self.chat, methods=["POST"]),
+            Route("/healthz", self.health),
+            Route("/readyz", self.ready),
+            Route("/metrics", self.prometheus),
+        ]
+        handlers = {Wrong: self.wrong, 404: self.not_found, 405: self.not_found}
+        application = Starlette(routes=routes, exception_handlers=handlers)  # pyright: ignore[reportArgumentType] (handlers of a subclass)
+        self.app: ASGIApp = Guard(application, self)
+
+    def close(self) -> None:
+        """Stop the model's thread; streams end as cancelled."""
+        self.closing = True
+        for stream in [*self.pool.rows]:
+            self.worker.cancel(stream)
+        self.worker.close()
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        began = time.monotonic()
+        asked = completion(
+            await self._body(request),
+            model=self.name,
+            codec=self.codec,
+            vocab=self.pool.model.start,
+            most=self.limits.tokens,
+        )
+        if self.closing:
+            raise Wrong("the server is shutting down", status=503, code="shutting_down")
+        choices = self._submit(asked)
+        about = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": self.name,
+        }
+        if asked.stream:
+            headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+            self.metrics.requests.labels("200").inc()
+            events = self._events(asked, choices, about, began)
+            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+        watcher = asyncio.create_task(_gone(request))
+        answers = asyncio.create_task(self._all(asked, choices, began))
+        try:
+            await asyncio.wait({watcher, answers}, return_when=asyncio.FIRST_COMPLETED)
+            if not answers.done():
+                raise ClientDisconnect
+            found = await answers
+        finally:
+            watcher.cancel()
+            answers.cancel()
+            self._drop(choices)
+        if failed := next((c.stream.error for c in choices if c.stream.finished == "error"), ""):
+            raise Wrong(f"the model failed: {failed}", status=500, code="model_error")
+        self.metrics.requests.labels("200").inc()
+        return JSONResponse({**about, "choices": found, "usage": self._usage(asked, choices)})
+
+    async def models(self, request: Request) -> Response:
+        """GET /v1/models."""
+        one = {"id": self.name, "object": "model", "created": self.created, "owned_by": "longspan"}
+        return JSONResponse({"object": "list", "data": [one]})
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions, which needs a chat template that these models do not have."""
+        raise Wrong("these models have no chat template; use /v1/completions", status=404, code="not_found")
+
+    async def health(self, request: Request) -> Response:
+        """GET /healthz: the process answers."""
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        """GET /readyz: the model's thread runs, and new requests are accepted."""
+        good = self.worker.alive and not self.closing
+        return JSONResponse({"status": "ready" if good else "not ready"}, 200 if good else 503)
+
+    async def prometheus(self, request: Request) -> Response:
+        """GET /metrics."""
+        return Response(generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4")
+
+    async def wrong(self, request: Request, error: Wrong) -> Response:
+        """Return an error in OpenAI's form."""
+        self.metrics.requests.labels(str(error.status)).inc()
+        return refused(error)
+
+    async def not_found(self, request: Request, error: Any) -> Response:
+        """Return 404 and 405 in OpenAI's form."""
+        text = f"{request.method} {request.url.path} is not served here"
+        return await self.wrong(request, Wrong(text, status=error.status_code, code="not_found"))
+
+    async def _body(self, request: Request) -> Any:
+        """Return the parsed body, read up to the limit."""
+        data = bytearray()
+        async for chunk in request.stream():
+            data += chunk
+            if len(data) > self.limits.body:
+                raise Wrong(f"the body has more than {self.limits.body} bytes", status=413, code="too_large")
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise Wrong(f"the body is not valid JSON: {error}") from error
+
+    def _submit(self, asked: Completion) -> list[_Choice]:
+        loop = asyncio.get_running_loop()
+        choices: list[_Choice] = []
+        try:
+            for i, prompt in enumerate(asked.prompts):
+                queues: dict[int, asyncio.Queue] = {}
+
+                def listener(stream: Stream, token: int | None, queues: dict[int, asyncio.Queue] = queues) -> None:
+                    with contextlib.suppress(RuntimeError):  # the loop has ended
+                        loop.call_soon_threadsafe(_put, queues, stream, token)
+
+                streams = self.pool.submit(
+                    prompt,
+                    max_new_tokens=asked.max_tokens,
+                    sampling=asked.ways(i),
+                    top=asked.logprobs or 0,
+                    listener=listener,
+                )
+                for stream in streams:
+                    queue: asyncio.Queue = asyncio.Queue()
+                    queues[id(stream)] = queue
+                    decoding = self.codec.decoder() if self.codec else None
+                    choices.append(_Choice(len(choices), stream, queue, decoding, Stops(asked.stop)))
+        except Full as error:
+            self._drop(choices)
+            raise Wrong(str(error), status=429, code="overloaded") from error
+        except ValueError as error:
+            self._drop(choices)
+            raise Wrong(str(error), "prompt") from error
+        self.worker.wake()
+        return choices
+
+    async def _next(self, asked: Completion, choice: _Choice) -> dict[str, Any] | None:
+        """Wait for the next piece of a choice; None after its end."""
+        if choice.finish is not None:
+            return None
+        token = await choice.queue.get()
+        place = choice.seen
+        if token is None:
+            reason = choice.stream.finished
+            text = "" if choice.decoding is None else choice.stops.add(choice.decoding.end()) + choice.stops.end()
+            choice.finish = {"stop": "stop", "length": "length"}.get(reason or "", reason or "error")
+            return self._piece(asked, choice, text, [], place)
+        choice.seen += 1
+        text = "" if choice.decoding is None else choice.stops.add(choice.decoding.add(token))
+        if choice.stops.stopped:
+            choice.finish = "stop"
+            self.worker.cancel(choice.stream)
+        return self._piece(asked, choice, text, [token], place)
+
+    def _piece(self, asked: Completion, choice: _Choice, text: str, tokens: list[int], place: int) -> dict[str, Any]:
+        found: dict[str, Any] = {"index": choice.index, "text": text, "finish_reason": choice.finish, "logprobs": None}
+        if self.codec is None:
+            found["tokens"] = tokens
+        if asked.logprobs is not None:
+            stream, name = choice.stream, self.codec.name if self.codec else str
+            tops = [stream.top_log_probs[place + i] for i in range(len(tokens))] if asked.logprobs else []
+            found["logprobs"] = {
+                "tokens": [name(token) for token in tokens],
+                "token_logprobs": [stream.log_probs[place + i] for i in range(len(tokens))],
+                "top_logprobs": [{name(t): value for t, value in top.items()} for top in tops] or None,
+                "text_offset": [choice.offset] * len(tokens),
+            }
+        choice.offset += len(text)
+        return found
+
+    async def _all(self, asked: Completion, choices: list[_Choice], began: float) -> list[dict[str, Any]]:
+        """Wait for all choices."""
+        found = []
+        for choice in choices:
+            whole: dict[str, Any] | None = None
+            while (piece := await self._next(asked, choice)) is not None:
+                if choice.seen == 1 and whole is None:
+                    self.metrics.first.observe(time.monotonic() - began)
+                whole = piece if whole is None else _joined(whole, piece)
+            assert whole is not None
+            if asked.echo:
+                whole["text"] = self._text(choice.stream.prompt) + whole["text"]
+            found.append(whole)
+        return found
+
+    async def _events(
+        self, asked: Completion, choices: list[_Choice], about: dict[str, Any], began: float
+    ) -> AsyncIterator[bytes]:
+        """The events of a stream, in the order in which tokens are drawn."""
+        waiting = {asyncio.create_task(self._next(asked, choice)): choice for choice in choices}
+        first = True
+        try:
+            if asked.echo:
+                for choice in choices:
+                    piece = {"index": choice.index, "text": self._text(choice.stream.prompt)}
+                    yield _event({**about, "choices": [{**piece, "finish_reason": None, "logprobs": None}]})
+            while waiting:
+                done, _ = await asyncio.wait(waiting, timeout=PING, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    yield b": ping\n\n"
+                for task in sorted(done, key=lambda task: waiting[task].index):
+                    choice = waiting.pop(task)
+                    if (piece := task.result()) is None:
+                        continue
+                    if first:
+                        self.metrics.first.observe(time.monotonic() - began)
+                        first = False
+                    if choice.queue.qsize() > self.limits.backlog:
+                        return
+                    if choice.stream.finished == "error" and choice.finish == "error":
+                        yield _event({"error": _error(Wrong(f"the model failed: {choice.stream.error}", status=500))})
+                    elif piece["text"] or piece.get("tokens") or piece["finish_reason"] or asked.logprobs is not None:
+                        yield _event({**about, "choices": [piece]})
+                    if choice.finish is None:
+                        waiting[asyncio.create_task(self._next(asked, choice))] = choice
+            if asked.usage:
+                yield _event({**about, "choices": [], "usage": self._usage(asked, choices)})
+            yield b"data: [DONE]\n\n"
+        finally:
+            for task in waiting:
+                task.cancel()
+            self._drop(choices)
+
+    def _usage(self, asked: Completion, choices: list[_Choice]) -> dict[str, Any]:
+        read, drawn = sum(map(len, asked.prompts)), sum(choice.seen for choice in choices)
+        cached = sum(max(0, choice.stream.cached - 1) for choice in choices[:: asked.n])
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": drawn,
+            "total_tokens": read + drawn,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _text(self, tokens: tuple[int, ...]) -> str:
+        if self.codec is None:
+            return ""
+        decoding = self.codec.decoder()
+        return "".join(map(decoding.add, tokens)) + decoding.end()
+
+    def _drop(self, choices: list[_Choice]) -> None:
+        """Cancel the streams of a request that has ended."""
+        for choice in choices:
+            self.worker.cancel(choice.stream)
+
+
+class Guard:
+    """Checks the key of each request, and drops clients that read nothing. A plain ASGI application."""
+
+    OPEN = ("/healthz", "/readyz")
+
+    def __init__(self, app: ASGIApp, server: Server):
+        self.app, self.server = app, server
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        key = self.server.api_key
+        given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
+        if key and scope["path"] not in self.OPEN and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            wrong = Wrong("the request needs the header Authorization: Bearer KEY", status=401, code="invalid_api_key")
+            await refused(wrong)(scope, receive, send)
+            return
+
+        async def patient(message: Any) -> None:
+            await asyncio.wait_for(send(message), self.server.limits.slow)
+
+        with contextlib.suppress(TimeoutError, ClientDisconnect):
+            await self.app(scope, receive, patient)
+
+
+def refused(error: Wrong) -> Response:
+    """Return an error in OpenAI's form."""
+    headers = {"retry-after": str(RETRY)} if error.status == 429 else {}
+    return JSONResponse({"error": _error(error)}, error.status, headers)
+
+
+def _error(error: Wrong) -> dict[str, Any]:
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    return {"message": error.message, "type": kind, "param": error.param, "code": error.code}
+
+
+def _put(queues: dict[int, asyncio.Queue], stream: Stream, token: int | None) -> None:
+    queues[id(stream)].put_nowait(token)
+
+
+def _event(content: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
+
+
+def _joined(whole: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
+    """Append a piece of a choice to what came before."""
+    found = {**whole, "text": whole["text"] + piece["text"], "finish_reason": piece["finish_reason"]}
+    if "tokens" in whole:
+        found["tokens"] = whole["tokens"] + piece["tokens"]
+    if whole["logprobs"] is not None:
+        a, b = whole["logprobs"], piece["logprobs"]
+        found["logprobs"] = {name: (a[name] or []) + (b[name] or []) or None for name in a}
+    return found
+
+
+async def _gone(request: Request) -> None:
+    """Wait until the client has hung up."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
