@@ -14,6 +14,7 @@ LAYERS = (
         ("bench", "time and memory"),
         ("experiments", "published results"),
         ("compat", "other libraries"),
+        ("serving", "many streams"),
     ),
     (("generation", "sampling, beam search"), ("train", "loop, objectives, runs"), ("testing", "conformance checks")),
     (("models", "configs, stacks, decoder, encoder, checkpoints"),),

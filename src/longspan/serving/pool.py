@@ -311,9 +311,10 @@ class Pool:
             for i, (job, piece) in enumerate(zip(jobs, pieces, strict=True)):
                 job.read += len(piece)
                 job.state = after if len(jobs) == 1 else states.select(after, [i])
-                job.outputs = outputs[i : i + 1, len(piece) - 1].clone()
+                last = outputs[i : i + 1, len(piece) - 1].clone()
+                job.outputs = last
                 if job.cacheable and self.prefixes.limit:
-                    self.prefixes.keep(job.tokens[: job.read], job.state, job.outputs)
+                    self.prefixes.keep(job.tokens[: job.read], job.state, last)
         for job in [job for job in self._reading if job.read == len(job.tokens)]:
             self._reading.remove(job)
             self._begin(job)

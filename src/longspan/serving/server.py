@@ -6,7 +6,7 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,10 +45,9 @@ class Metrics:
     """Counters for Prometheus, in a registry of their own."""
 
     def __init__(self, worker: Worker):
-        self.registry = CollectorRegistry()
-        pool, own = worker.pool, {"registry": self.registry}
-        self.requests = Counter("longspan_requests", "Requests by status", ["status"], **own)
-        self.first = Histogram("longspan_first_token_seconds", "Seconds to the first token", **own)
+        self.registry, pool = CollectorRegistry(), worker.pool
+        self.requests = Counter("longspan_requests", "Requests by status", ["status"], registry=self.registry)
+        self.first = Histogram("longspan_first_token_seconds", "Seconds to the first token", registry=self.registry)
         for name, text, value in (
             ("longspan_live_streams", "Streams that draw tokens", lambda: pool.live),
             ("longspan_waiting_streams", "Streams whose prompt is not read yet", lambda: pool.waiting),
@@ -60,7 +59,7 @@ class Metrics:
             ("longspan_tokens_drawn", "Tokens drawn", lambda: worker.drawn),
             ("longspan_streams_cancelled", "Streams that were cancelled", lambda: worker.cancelled),
         ):
-            Gauge(name, text, **own).set_function(value)
+            Gauge(name, text, registry=self.registry).set_function(value)
 
 
 @dataclass(eq=False)
@@ -138,7 +137,7 @@ class Server:
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
             self.metrics.requests.labels("200").inc()
             events = self._events(asked, choices, about, began)
-            return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+            return Events(events, lambda: self._drop(choices), media_type="text/event-stream", headers=headers)
         watcher = asyncio.create_task(_gone(request))
         answers = asyncio.create_task(self._all(asked, choices, began))
         try:
@@ -338,6 +337,23 @@ class Server:
         """Cancel the streams of a request that has ended."""
         for choice in choices:
             self.worker.cancel(choice.stream)
+
+
+class Events(StreamingResponse):
+    """A stream of events that calls ``end`` however it ends.
+
+    A generator that waits for its reader would otherwise end only when it is collected.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], end: Callable[[], None], **options: Any):
+        super().__init__(events, **options)
+        self.end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.end()
 
 
 class Guard:

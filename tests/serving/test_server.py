@@ -1,0 +1,373 @@
+"""The server through a real socket: completions, streams, limits, clients that hang up."""
+
+import asyncio
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import longspan
+from longspan.cli import main
+from longspan.serving import Pool
+
+httpx = pytest.importorskip("httpx")
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+pytest.importorskip("prometheus_client")
+
+from longspan.serving.server import Limits, Server  # noqa: E402
+from longspan.serving.text import Bytes, Stops  # noqa: E402
+
+
+def decoder(vocab=256, attention="gated_deltanet"):
+    torch.manual_seed(0)
+    config = {"vocab": vocab, "positions": "none", "dim": 16, "heads": 2, "depth": 2, "attention": attention}
+    return longspan.Decoder(longspan.DecoderConfig(**config)).eval()
+
+
+class Running:
+    """A server in a thread."""
+
+    def __init__(self, model=None, *, codec=True, pool=None, **options):
+        self.model = model or decoder()
+        self.pool = Pool(self.model, **({"slots": 8, "queue": 8, "capacity": 0, "prefix_bytes": 0} | (pool or {})))
+        for t in pytree.tree_leaves(self.pool.state):
+            if t.is_floating_point():
+                t.fill_(float("nan"))
+        self.server = Server(self.pool, name="tiny", codec=Bytes() if codec else None, **options)
+        config = uvicorn.Config(self.server.app, port=0, log_level="error", lifespan="off")
+        self.http = uvicorn.Server(config)
+        self.http.install_signal_handlers = lambda: None
+        self.thread = threading.Thread(target=self.http.run, daemon=True)
+        self.thread.start()
+        until(lambda: self.http.started)
+        self.port = self.http.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.http.should_exit = True
+        self.thread.join(10)
+        self.server.close()
+
+    def post(self, **body):
+        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
+
+    def metric(self, name):
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        (found,) = [line for line in lines if line.startswith(f"{name} ")]
+        return float(found.split()[1])
+
+    def alone(self, prompt, n):
+        tokens = torch.tensor([list(prompt.encode())])
+        return bytes(longspan.generate(self.model, tokens, max_new_tokens=n, temperature=0)[0].tolist())
+
+
+def until(holds, seconds=20):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def text_of(found):
+    return found.decode("utf-8", "replace")
+
+
+@pytest.fixture(scope="module")
+def running():
+    with Running() as found:
+        yield found
+
+
+def test_greedy_completions_are_those_of_the_model(running):
+    found = running.post(prompt="hello", max_tokens=12, temperature=0).json()
+    (choice,) = found["choices"]
+    assert choice["text"] == text_of(running.alone("hello", 12))
+    assert choice["finish_reason"] == "length"
+    assert found["usage"]["prompt_tokens"] == 5
+    assert found["usage"]["completion_tokens"] == 12
+    assert found["object"] == "text_completion"
+
+
+def test_a_stream_gives_the_same_text(running):
+    options = {"prompt": "abc", "max_tokens": 20, "seed": 3}
+    whole = running.post(**options).json()["choices"][0]["text"]
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=options | {"stream": True}, timeout=60) as answer:
+        assert answer.headers["cache-control"] == "no-cache"
+        assert answer.headers["x-accel-buffering"] == "no"
+        lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    pieces = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    assert "".join(piece["text"] for piece in pieces) == whole
+    assert [piece["finish_reason"] for piece in pieces if piece["finish_reason"]] == ["length"]
+
+
+def test_the_client_of_openai_understands_the_answers(running):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    found = client.completions.create(model="tiny", prompt="ab", max_tokens=6, n=2, seed=1, logprobs=3)
+    assert len(found.choices) == 2
+    assert found.choices[0].text != found.choices[1].text
+    logprobs = found.choices[0].logprobs
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 6
+    assert all(
+        len(top) == 3 and max(top.values()) >= value
+        for top, value in zip(logprobs.top_logprobs, logprobs.token_logprobs, strict=True)
+    )
+    events = list(
+        client.completions.create(
+            model="tiny", prompt="ab", max_tokens=6, seed=1, stream=True, stream_options={"include_usage": True}
+        )
+    )
+    assert events[-1].usage.completion_tokens == 6
+    assert "".join(event.choices[0].text for event in events[:-1]) == found.choices[0].text
+    with pytest.raises(openai.BadRequestError, match="max_tokens=0"):
+        client.completions.create(model="tiny", prompt="ab", max_tokens=0)
+    with pytest.raises(openai.NotFoundError, match="not served here"):
+        client.completions.create(model="other", prompt="ab")
+    with pytest.raises(openai.NotFoundError, match="no chat template"):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}])
+
+
+def test_several_prompts_echo_and_tokens(running):
+    found = running.post(prompt=["ab", [99, 100]], max_tokens=3, temperature=0, echo=True, n=1).json()
+    assert [choice["text"] for choice in found["choices"]] == [
+        prompt + text_of(running.alone(prompt, 3)) for prompt in ("ab", "cd")
+    ]
+
+
+def test_seeds_do_not_depend_on_the_crowd(running):
+    body = {"prompt": "seed", "max_tokens": 10, "seed": 7}
+    alone = running.post(**body).json()["choices"][0]["text"]
+
+    async def crowd():
+        async with httpx.AsyncClient(timeout=60) as client:
+            url = f"{running.url}/v1/completions"
+            others = [client.post(url, json={"prompt": f"{i}", "max_tokens": 10}) for i in range(6)]
+            *_, mine = await asyncio.gather(*others, client.post(url, json=body))
+            return mine.json()["choices"][0]["text"]
+
+    assert asyncio.run(crowd()) == alone
+
+
+def test_a_stop_string_cuts_wherever_it_falls():
+    text = "one two three"
+    for cut in range(1, len(text)):
+        for stop, expected in ((["two"], "one "), (["ee", "thr"], "one two "), (["x"], text), (["e t"], "on")):
+            stops = Stops(stop)
+            found = stops.add(text[:cut]) + stops.add(text[cut:]) + stops.end()
+            assert found == expected
+    one_by_one = Stops(["two"])
+    assert "".join(map(one_by_one.add, text)) + one_by_one.end() == "one "
+
+
+def test_stop_strings_end_a_completion(running):
+    whole = text_of(running.alone("stop", 30))
+    stop = whole[10:13]
+    found = running.post(prompt="stop", max_tokens=30, temperature=0, stop=stop).json()["choices"][0]
+    assert found["text"] == whole[: whole.index(stop)]
+    assert found["finish_reason"] == "stop"
+    until(lambda: running.pool.live == 0)
+
+
+def test_characters_of_several_bytes_arrive_whole():
+    decoding = Bytes().decoder()
+    data = "河😀é".encode()
+    pieces = [decoding.add(byte) for byte in data]
+    assert "".join(pieces) + decoding.end() == "河😀é"
+    assert all("\ufffd" not in piece for piece in pieces)
+    cut = Bytes().decoder()
+    assert "".join(map(cut.add, data[:2])) + cut.end() == "\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        ({"prompt": "a", "foo": 1}, 400, "unknown field 'foo'"),
+        ({"prompt": 3}, 400, "prompt must be"),
+        ({"prompt": [1, 999]}, 400, "token 999"),
+        ({"prompt": "a", "temperature": "hot"}, 400, "temperature='hot'"),
+        ({"prompt": "a", "temperature": float("1e9")}, 400, "temperature"),
+        ({"prompt": "a", "top_p": 0}, 400, "top_p=0"),
+        ({"prompt": "a", "n": 1000}, 400, "n=1000"),
+        ({"prompt": "a", "n": 30}, 400, "30 streams"),
+        ({"prompt": "a", "max_tokens": True}, 400, "max_tokens=True"),
+        ({"prompt": "a", "logit_bias": {"3": 1}}, 400, "logit_bias"),
+        ({"prompt": "a", "stop": ["a"] * 9}, 400, "stop must be"),
+        ({"prompt": "a", "seed": 2**70}, 400, "seed="),
+        ({"prompt": "a", "stream": 1}, 400, "stream=1"),
+        ({"prompt": "\ud800", "max_tokens": 1}, 400, "not valid Unicode"),
+        ([1], 400, "must be a JSON object"),
+    ],
+)
+def test_bad_bodies_are_refused_by_name(running, body, status, message):
+    data = json.dumps(body)
+    answer = httpx.post(f"{running.url}/v1/completions", content=data, timeout=60)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_bodies_that_are_no_json_and_too_large_ones_are_refused(running):
+    url = f"{running.url}/v1/completions"
+    assert httpx.post(url, content=b"{").status_code == 400
+    assert httpx.post(url, content=b"[" * 100000).status_code == 400
+    assert httpx.post(url, content=b" " * ((1 << 20) + 1)).status_code == 413
+    assert httpx.get(f"{running.url}/nothing").status_code == 404
+    assert httpx.get(url).status_code == 405
+
+
+def test_clients_that_hang_up_free_their_slots():
+    generator = random.Random(0)
+    with Running(pool={"slots": 4, "queue": 400}) as running:
+
+        async def one(client, i):
+            body = {"prompt": f"{i}" * 9, "max_tokens": 400, "stream": i % 2 == 0, "n": 1 + i % 3}
+            try:
+                await asyncio.wait_for(
+                    client.post(f"{running.url}/v1/completions", json=body), generator.random() * 0.3
+                )
+            except (TimeoutError, httpx.HTTPError):
+                return
+
+        async def crowd():
+            async with httpx.AsyncClient(timeout=60) as client:
+                for _ in range(6):
+                    await asyncio.gather(*(one(client, i) for i in range(10)))
+
+        asyncio.run(crowd())
+        until(lambda: running.pool.idle)
+        assert running.metric("longspan_live_streams") == running.metric("longspan_waiting_streams") == 0
+        assert running.metric("longspan_streams_cancelled") > 0
+        found = running.post(prompt="after", max_tokens=8, temperature=0).json()["choices"][0]["text"]
+        assert found == text_of(running.alone("after", 8))
+        assert running.server.worker.alive
+
+
+def test_a_full_server_answers_429():
+    with Running(pool={"slots": 1, "queue": 0}) as running:
+        body = {"prompt": "a", "max_tokens": 4000, "stream": True}
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as first:
+            lines = first.iter_lines()  # whose end would close the connection
+            next(lines)
+            answer = running.post(prompt="b", max_tokens=1)
+            assert answer.status_code == 429
+            assert answer.headers["retry-after"] == "1"
+            assert answer.json()["error"]["code"] == "overloaded"
+        until(lambda: running.pool.idle)
+        assert running.post(prompt="b", max_tokens=1).status_code == 200
+
+
+def test_a_long_prompt_does_not_stop_the_others():
+    with Running(pool={"slots": 4, "prefill": 64}) as running:
+        body = {"prompt": "a", "max_tokens": 600, "stream": True, "temperature": 0}
+        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as first:
+            lines = first.iter_lines()
+            next(lines)
+            threading.Thread(target=running.post, kwargs={"prompt": "x" * 3000, "max_tokens": 1}, daemon=True).start()
+            until(lambda: running.pool.waiting > 0)
+            before = running.server.worker.drawn
+            until(lambda: running.pool.waiting == 0)
+            # One token for each of the 47 pieces of the prompt.
+            assert running.server.worker.drawn - before > 20
+
+
+def test_known_beginnings_are_counted():
+    with Running(pool={"prefix_bytes": 1 << 20}) as running:
+        answers = [running.post(prompt="the beginning", max_tokens=5, temperature=0).json() for _ in range(3)]
+        assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+        assert running.metric("longspan_prefix_hits") == 2
+        cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+        assert cached == [0, 13, 13]
+
+
+def test_an_error_of_the_model_ends_its_requests_only():
+    with Running() as running:
+        works, running.pool.model = running.pool.model, Failing(running.pool.model)
+        answer = running.post(prompt="a", max_tokens=3)
+        assert answer.status_code == 500
+        assert "broken" in answer.json()["error"]["message"]
+        running.pool.model = works
+        assert running.post(prompt="a", max_tokens=3).status_code == 200
+        assert httpx.get(f"{running.url}/readyz").status_code == 200
+
+
+class Failing:
+    """A model whose calls raise."""
+
+    def __init__(self, model):
+        self._model = model
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def __call__(self, *args, **options):
+        raise RuntimeError("broken")
+
+
+def test_a_key_is_required_where_one_is_set():
+    with Running(api_key="secret") as running:
+        url = f"{running.url}/v1/models"
+        assert httpx.get(url).status_code == 401
+        assert httpx.get(url, headers={"authorization": "Bearer wrong"}).status_code == 401
+        assert httpx.get(url, headers={"authorization": "Bearer secret"}).status_code == 200
+        assert httpx.get(f"{running.url}/healthz").status_code == 200
+
+
+def test_a_client_that_reads_nothing_is_dropped():
+    with Running(limits=Limits(slow=0.5, tokens=100000, backlog=100000)) as running:
+        body = json.dumps({"prompt": "a", "max_tokens": 100000, "stream": True, "n": 8, "logprobs": 20}).encode()
+        with socket.create_connection(("127.0.0.1", running.port)) as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+            client.sendall(head + body)
+            until(lambda: running.pool.live > 0)
+            until(lambda: running.pool.idle, 60)
+
+
+def test_a_model_without_text_takes_and_gives_tokens():
+    with Running(decoder(vocab=17), codec=False) as running:
+        found = running.post(prompt=[1, 2, 3], max_tokens=4, temperature=0).json()["choices"][0]
+        tokens = longspan.generate(running.model, torch.tensor([[1, 2, 3]]), max_new_tokens=4, temperature=0)
+        assert found["tokens"] == tokens[0].tolist()
+        assert "no text" in running.post(prompt="abc").json()["error"]["message"]
+
+
+@pytest.mark.full
+def test_the_command_serves_and_ends_on_sigterm():
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "longspan", "serve", "text", "--port", "0", "--slots", "4"]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    try:
+        line = server.stdout.readline()
+        assert "4 slots of 175,112 bytes" in line
+        url = line.split(" at ")[1].split(",")[0]
+        with httpx.stream(
+            "POST", f"{url}/completions", json={"prompt": "a", "max_tokens": 60, "stream": True}, timeout=60
+        ) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            assert list(lines)[-2:][0] == "data: [DONE]"
+        assert server.wait(30) == 0
+    finally:
+        server.kill()
+        server.communicate()
+
+
+def test_the_command_refuses_what_is_no_decoder(capsys):
+    assert main(["serve", "digits-speech"]) == 2
+    assert "digits-speech" in capsys.readouterr().err
