@@ -57,6 +57,7 @@ def test_only_what_is_missing_is_asked_for(monkeypatch):
 def test_each_package_is_in_the_extra_that_is_said_to_bring_it():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = {"sklearn": "scikit-learn", "PIL": "pillow", "kaldi_native_fbank": "kaldi-native-fbank"}
+    named["prometheus_client"] = "prometheus-client"
     for package, extra in optional_deps.EXTRAS.items():
         asked = {re.match(r"[\w-]+", line)[0] for line in project["optional-dependencies"][extra]}
         assert named.get(package, package) in asked
