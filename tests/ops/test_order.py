@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from longspan.data.order import batch_indices
+from longspan.data.order import batch_indices, keyed_permutation
 
 
 def stream(count, seed, batch, world, batches):
@@ -72,3 +72,25 @@ def test_the_order_stays_the_same_between_versions():
 def test_wrong_arguments_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         batch_indices(*arguments)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 5, 64, 65, 1000])
+def test_a_keyed_order_reads_every_example_once_per_epoch(count):
+    places = torch.arange(count)
+    orders = [keyed_permutation(count, seed, epoch, places) for seed in (0, 1) for epoch in (0, 1)]
+    assert all(order.sort().values.equal(places) for order in orders)
+    if count > 60:
+        assert len({tuple(order.tolist()) for order in orders}) == 4
+        # A place says little about its value: the mean distance is that of random numbers, a third of the count.
+        assert all(0.2 < (order - places).abs().double().mean() / count < 0.5 for order in orders)
+
+
+def test_a_keyed_order_shares_examples_between_ranks():
+    for index in range(9):
+        whole = batch_indices(31, 2, index, 14, keyed=True)
+        for rank in (0, 1):
+            assert torch.equal(batch_indices(31, 2, index, 7, rank, 2, keyed=True), whole[rank::2])
+
+
+def test_a_keyed_order_takes_no_memory_and_never_changes():
+    assert batch_indices(10**15, 0, 10**9, 3, keyed=True).tolist() == [753675500087508, 815243879251068, 31231713063417]

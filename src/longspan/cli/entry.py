@@ -17,6 +17,7 @@ from .._utils.spec import known
 # command -> (module in cli/, summary)
 COMMANDS = {
     "demo": ("demo", "Train linear and softmax attention on digits and compare them."),
+    "tokenize": ("tokenize", "Encode texts as tokens on disk, for training."),
     "train": ("train", "Train a model from a recipe or from flags."),
     "eval": ("evaluate", "Evaluate a trained model: bits per token, exact match or accuracy."),
     "generate": ("generate", "Generate images, text or target sequences from a trained model."),

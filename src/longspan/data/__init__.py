@@ -11,6 +11,7 @@
 | ``pairs:FILE`` | bytes of two columns with a tab between them, or of .jsonl whole numbers; plain, .gz, .xz | the same |
 | ``labels:majority`` | bytes of generated texts, each with a label | by the sha256 of the text, one of 20 values to validation, one to the test |
 | ``labels:FILE``, ``labels:FOLDER`` | UTF-8 bytes of the texts of a .jsonl, .tsv or .csv file with ``text`` and ``label``, or of a folder's files train, test and, where there is one, validation; plain, .gz, .xz | the same, for what has no file |
+| ``tokens:FOLDER`` | tokens that ``longspan tokenize`` wrote, memory-mapped | the last 5 % to the test, as many before to validation, at most 2^24 tokens each |
 """  # noqa: E501 - a table's rows cannot be broken
 
 from pathlib import Path
@@ -18,18 +19,30 @@ from typing import Any
 
 from .._utils.cache_dirs import cache_folder, expanded
 from .._utils.spec import known
-from . import images, labeled, pairs, text
+from . import images, labeled, pairs, text, tokens
 from .dataset import Dataset
 from .download import fetch
 from .labeled import Labeled
 from .order import batch_indices
 from .pairs import Pairs
+from .tokens import Tokens
 
-__all__ = ["Dataset", "Labeled", "Pairs", "absolute", "batch_indices", "cache_folder", "fetch", "load", "unit"]
+__all__ = [
+    "Dataset",
+    "Labeled",
+    "Pairs",
+    "Tokens",
+    "absolute",
+    "batch_indices",
+    "cache_folder",
+    "fetch",
+    "load",
+    "unit",
+]
 
 _IMAGES = {"digits": images.digits, "mnist": images.mnist, "cifar10": images.cifar10}
-_UNITS = {"text": "byte", "pairs": "token", "labels": "label"}
-_READERS = {"text": text.load, "pairs": pairs.load, "labels": labeled.load}
+_UNITS = {"text": "byte", "pairs": "token", "labels": "label", "tokens": "token"}
+_READERS = {"text": text.load, "pairs": pairs.load, "labels": labeled.load, "tokens": tokens.load}
 # Names of data without a file.
 _OWN = {f"text:{text.STDLIB}", *(f"pairs:{task}" for task in pairs.TASKS)}
 _OWN |= {f"labels:{task}" for task in labeled.LABELED}
@@ -43,11 +56,11 @@ def load(name: str, length: int = 0) -> Any:
 
     Args:
         name: a name in the table above.
-        length: tokens per example. Text: window size (0: 256). Pairs: largest number of tokens in a source or a target
-            (0: 256). Labeled texts: bytes read of each (0: 1024). Images: 0.
+        length: tokens per example. Text and tokens: window size (0: 256). Pairs: largest number of tokens in a source
+            or a target (0: 256). Labeled texts: bytes read of each (0: 1024). Images: 0.
 
     Returns:
-        A ``Dataset`` (images, text), ``Pairs``, or ``Labeled`` texts.
+        A ``Dataset`` (images, text), ``Tokens``, ``Pairs``, or ``Labeled`` texts.
 
     Raises:
         ValueError: for an unknown name, a missing, truncated or invalid file, a failed download, a length that images

@@ -3,11 +3,16 @@
 import hashlib
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
+ROUNDS = 8  # of the Feistel network
 
-def batch_indices(count: int, seed: int, index: int, batch: int, rank: int = 0, world: int = 1) -> Tensor:
+
+def batch_indices(
+    count: int, seed: int, index: int, batch: int, rank: int = 0, world: int = 1, *, keyed: bool = False
+) -> Tensor:
     """The examples of a micro-batch.
 
     A run reads a permutation of all examples per epoch, which depends only on ``seed`` and the epoch. Each micro-batch
@@ -21,6 +26,8 @@ def batch_indices(count: int, seed: int, index: int, batch: int, rank: int = 0, 
         batch: examples per rank.
         rank: the rank, from 0.
         world: number of ranks.
+        keyed: compute each place of the permutation with ``keyed_permutation``, which stores nothing, instead of
+            drawing the whole permutation. The order is another one.
 
     Returns:
         (batch,) int64 in 0 ... count-1.
@@ -43,8 +50,60 @@ def batch_indices(count: int, seed: int, index: int, batch: int, rank: int = 0, 
     indices = torch.empty_like(places)
     for epoch in epochs.unique().tolist():
         here = epochs == epoch
-        indices[here] = _permutation(count, seed, epoch)[offsets[here]]
+        if keyed:
+            indices[here] = keyed_permutation(count, seed, epoch, offsets[here])
+        else:
+            indices[here] = _permutation(count, seed, epoch)[offsets[here]]
     return indices
+
+
+def keyed_permutation(count: int, seed: int, epoch: int, places: Tensor) -> Tensor:
+    """The values at ``places`` of a pseudo-random permutation of 0 ... count-1, without its other values.
+
+    A Feistel network permutes the numbers of as many bits as ``count - 1`` has; a value outside 0 ... count-1 enters
+    it again, until it is inside. That is less than twice per place on average.
+
+    Args:
+        count: number of values, at most $2^{62}$.
+        seed: seed of the run.
+        epoch: number of the permutation.
+        places: (B,) int64 in 0 ... count-1.
+
+    Returns:
+        (B,) int64; equal arguments give equal values.
+
+    References:
+        Luby and Rackoff 1988 (the network). Black and Rogaway 2002, "Ciphers with arbitrary finite domains", section 3
+        (cycle walking).
+
+    >>> keyed_permutation(5, 0, 0, torch.arange(5)).sort().values.tolist()
+    [0, 1, 2, 3, 4]
+    """
+    bits = max(2, (count - 1).bit_length())
+    low = np.uint64(bits // 2)
+    masks = np.uint64((1 << (bits - bits // 2)) - 1), np.uint64((1 << (bits // 2)) - 1)
+    digest = hashlib.sha512(f"order {seed} {epoch}".encode()).digest()
+    keys = np.frombuffer(digest, "<u8").astype(np.uint64)
+    values = places.numpy().astype(np.uint64)
+    outside = np.ones(len(values), bool)
+    while outside.any():
+        # Two halves of a and b bits, a - b in (0, 1); each round adds a hash of one half to the other.
+        high, rest = values[outside] >> low, values[outside] & masks[1]
+        for i in range(ROUNDS):
+            if i % 2:
+                rest ^= _mixed(high ^ keys[i]) & masks[1]
+            else:
+                high ^= _mixed(rest ^ keys[i]) & masks[0]
+        values[outside] = high << low | rest
+        outside[outside] = values[outside] >= np.uint64(count)
+    return torch.from_numpy(values.astype(np.int64))
+
+
+def _mixed(x: np.ndarray) -> np.ndarray:
+    """A 64-bit hash of each number: the finalizer of splitmix64 (Steele et al. 2014, figure 16, variant 13)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 # Two, since a batch can span two epochs.

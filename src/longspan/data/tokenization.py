@@ -1,0 +1,221 @@
+"""Tokenizers of text, and the writing of token folders with them."""
+
+import itertools
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from .._utils import atomic_io
+from .._utils.optional_deps import need
+from . import token_shards
+from .documents import Piece, Source, pieces
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+END = "<|endoftext|>"  # what a tokenizer trained here has for the end of a document
+BATCH = 256  # pieces that are encoded at once, in parallel
+LETTERS = 2**24  # their largest number of characters
+
+
+def parsed(text: str, where: str | Path = "the tokenizer") -> "Tokenizer":
+    """Make a tokenizer from the content of its file. Raises ValueError for what the library cannot read."""
+    need("tokens of a tokenizer", "tokenizers")
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_str(text)
+    # The library raises plain exceptions.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"{where} is not a tokenizer in the format of the library tokenizers: {reason}") from error
+
+
+def vocab_of(tokenizer: "Tokenizer") -> int:
+    """Number of levels of a tokenizer's tokens: its highest one and 1."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def end_of(tokenizer: "Tokenizer", end: str) -> int | None:
+    """The token ``end`` by number; None for "". Raises ValueError for one that the tokenizer lacks."""
+    if not end:
+        return None
+    number = tokenizer.token_to_id(end)
+    if number is None:
+        special = [one.content for one in tokenizer.get_added_tokens_decoder().values()]
+        raise ValueError(f"the tokenizer has no token {end!r}; its special tokens are {', '.join(special) or 'none'}")
+    return number
+
+
+def train_bpe(
+    inputs: list[Source],
+    vocab: int,
+    *,
+    field: str = "text",
+    separator: str = "",
+    letters: int = 10**9,
+    track: Callable[[Iterable[Piece]], Iterable[Piece]] = iter,
+) -> str:
+    """Train a byte-level BPE tokenizer, which encodes any text without loss.
+
+    Args:
+        inputs: what to train on.
+        vocab: number of tokens: 256 bytes, the end of a document, and merges; fewer if the text has fewer pairs.
+        field: as in ``documents.pieces``.
+        separator: as in ``documents.pieces``.
+        letters: characters after which training reads no more.
+        track: wraps the loop over the pieces.
+
+    Returns:
+        The content of the tokenizer's file.
+
+    Raises:
+        ValueError: for vocab < 257, and for inputs that cannot be read or have no text.
+        ImportError: without ``tokenizers``.
+
+    References:
+        Sennrich et al. 2016, 1508.07909, section 3.2. Radford et al. 2019, GPT-2 (bytes).
+    """
+    need("training of a tokenizer", "tokenizers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if vocab < 257:
+        raise ValueError(f"a vocabulary of {vocab} is too small: 256 bytes and {END} are 257 tokens")
+    read = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal read
+        for piece in track(_every(inputs, field, separator)):
+            yield piece.text
+            read += len(piece.text)
+            if read >= letters:
+                return
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue] (missing in the stubs)
+    made.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue] (missing in the stubs)
+    options: dict[str, Any] = {"vocab_size": vocab, "special_tokens": [END], "show_progress": False}
+    trainer = trainers.BpeTrainer(**options, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    made.train_from_iterator(texts(), trainer)
+    if not read:
+        raise ValueError("the inputs have no text to train a tokenizer on")
+    return made.to_str()
+
+
+def write(
+    folder: Path,
+    inputs: list[Source],
+    tokenizer: str,
+    *,
+    end: str = "",
+    field: str = "text",
+    separator: str = "",
+    shard: int = token_shards.SHARD,
+    options: dict[str, Any] | None = None,
+    report: Callable[[Source, dict[str, Any]], None] = lambda source, index: None,
+) -> dict[str, Any]:
+    """Encode all documents of the inputs into a token folder, or continue one that is incomplete.
+
+    The result depends on the arguments alone: a run that was stopped and continued writes the same files.
+
+    Args:
+        folder: the token folder, locked by ``token_shards.new_or_continued``.
+        inputs: files, in their order.
+        tokenizer: content of the tokenizer's file.
+        end: a token of the tokenizer to append to each document; "": none.
+        field: as in ``documents.pieces``.
+        separator: as in ``documents.pieces``.
+        shard: tokens per shard.
+        options: further plain values for the index; a folder that is continued must have the same.
+        report: called with each input and the index so far, before each batch.
+
+    Returns:
+        The complete index.
+
+    Raises:
+        ValueError: for inputs that cannot be read or have no tokens, an unknown ``end``, and a folder of other tokens.
+        ImportError: without ``tokenizers``.
+        OSError: if a file cannot be written.
+    """
+    made = parsed(tokenizer)
+    # Settings of the file for batches of a model would cut or fill documents.
+    made.no_truncation()
+    made.no_padding()
+    last = end_of(made, end)
+    source = {
+        "inputs": [[str(one.path.absolute()), one.size] for one in inputs],
+        "field": field,
+        "separator": separator,
+        "end": end,
+    } | (options or {})
+    writer = token_shards.Writer(folder, vocab_of(made), tokenizer.encode(), source, shard)
+    if writer.complete:
+        return writer.index
+    closing = np.array([] if last is None else [last], np.int64)
+    taken, done = 0, writer.pieces
+    for one in inputs:
+        for batch in _batches(pieces(one, field, separator)):
+            report(one, writer.index)
+            fresh = batch[max(0, done - taken) :]
+            taken += len(batch)
+            for piece, found in zip(fresh, _encoded(made, fresh), strict=True):
+                tokens = np.concatenate([found, closing]) if piece.ends else found
+                writer.add(tokens, begins=piece.begins)
+    if not writer.index["tokens"] + writer.count:
+        raise ValueError(f"the inputs have no text: {', '.join(str(one.path) for one in inputs)[:200]}")
+    return writer.finish()
+
+
+def special_start(tokenizer: str, vocab: int, start: str) -> str:
+    """The tokenizer with the special token ``start`` as number ``vocab``.
+
+    Raises ValueError if the tokenizer has gaps below ``vocab``, or a token ``start`` already.
+    """
+    content = json.loads(tokenizer)
+    found = vocab_of(made := parsed(tokenizer))
+    if found > vocab or made.token_to_id(start) is not None:
+        raise ValueError(f"the tokenizer has {found} tokens, which leave no place for {start!r} as number {vocab}")
+    added = {"id": vocab, "content": start, "special": True}
+    added |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    content["added_tokens"] = [*content.get("added_tokens", []), added]
+    made = parsed(json.dumps(content))
+    if made.token_to_id(start) != vocab:
+        raise ValueError(
+            f"the tokenizer has gaps among its numbers: {start!r} would be {made.token_to_id(start)} instead of {vocab}"
+        )
+    return made.to_str()
+
+
+def _every(inputs: list[Source], field: str, separator: str) -> Iterator[Piece]:
+    return itertools.chain.from_iterable(pieces(one, field, separator) for one in inputs)
+
+
+def _batches(found: Iterator[Piece]) -> Iterator[list[Piece]]:
+    batch: list[Piece] = []
+    size = 0
+    for piece in found:
+        batch.append(piece)
+        size += len(piece.text)
+        if len(batch) == BATCH or size >= LETTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _encoded(tokenizer: "Tokenizer", batch: list[Piece]) -> list[np.ndarray]:
+    if not batch:
+        return []
+    found = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
+    return [np.array(one.ids, np.int64) for one in found]
+
+
+def load_tokenizer(path: Path) -> str:
+    """The content of a tokenizer's file, or of ``tokenizer.json`` in a folder. Raises ValueError for a wrong one."""
+    path = path / token_shards.TOKENIZER if path.is_dir() else path
+    text = atomic_io.read_text(path)
+    parsed(text, path)
+    return text

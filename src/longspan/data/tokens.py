@@ -1,0 +1,150 @@
+"""Tokens on disk: the shards of a token folder as a data set, memory-mapped."""
+
+import bisect
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .._utils import atomic_io
+from .._utils.cache_dirs import expanded
+from .._utils.spec import known
+from . import token_shards
+from .dataset import check_indices
+
+HELD = 2**24  # largest number of tokens of a held-out part
+SPLITS = ("train", "validation", "test")
+
+
+class Stretch:
+    """Consecutive tokens in the shards of a folder, indexed as a tensor; nothing is read before it is indexed."""
+
+    def __init__(self, shards: list[np.ndarray], ends: list[int], begin: int, size: int):
+        self.shards, self.ends, self.begin, self.size = shards, ends, begin, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, at: Tensor) -> Tensor:
+        """The tokens at the places ``at``, int64 of any shape in 0 ... len-1, as int64 of the same shape."""
+        places = at.numpy().reshape(-1) + self.begin
+        found = np.empty(len(places), np.int64)
+        if len(places):
+            first = bisect.bisect_right(self.ends, int(places.min()))
+            last = bisect.bisect_right(self.ends, int(places.max()))
+            for number in range(first, last + 1):
+                low = self.ends[number - 1] if number else 0
+                inside = (places >= low) & (places < self.ends[number])
+                if inside.any():
+                    found[inside] = self.shards[number][places[inside] - low]
+        return torch.from_numpy(found).reshape(at.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Windows of ``length`` tokens of a token folder, one after the other, in the splits train, validation and test.
+
+    The files are memory-mapped: a process needs no memory for them but what the system caches.
+    """
+
+    name: str
+    """the name given to ``load``"""
+    vocab: int
+    """levels a token can take"""
+    length: int
+    """tokens per example"""
+    checksum: str
+    """sha256 (hex) of the index, which has that of each file; equal ones mean equal data"""
+    tokenizer: str = field(repr=False)
+    """content of the tokenizer's file"""
+    splits: Mapping[str, Stretch] = field(repr=False)
+    """per split: its tokens"""
+    documents: Mapping[str, Tensor] = field(repr=False)
+    """per split: where its documents begin, (count,) int64 from 0 on"""
+    grid: tuple[int, ...] = ()
+    """(), as for a text"""
+    unit: str = "token"
+    """the unit in "bits per ..." """
+    keyed: bool = True
+    """whether the order of examples is computed instead of drawn; see ``order.batch_indices``"""
+
+    def count(self, split: str) -> int:
+        """Number of examples in ``split``: its disjoint windows. Raises ValueError for an unknown split."""
+        return len(self.splits[known(split, self.splits, "split")]) // self.length
+
+    def take(self, split: str, indices: Tensor) -> Tensor:
+        """The examples of ``split`` with the ``indices`` (B,) int64, as (B, length) int64.
+
+        Raises ValueError for an unknown split and for indices that are not int64 (B,) in 0 ... count-1.
+        """
+        check_indices(indices, self.count(split), split)
+        return self.splits[split][indices[:, None] * self.length + torch.arange(self.length)]
+
+
+def load(source: str, length: int) -> Tokens:
+    """Open a folder that ``longspan tokenize`` wrote.
+
+    The last 5 %, but at most 2^24 tokens, are for the test, as many before them for validation, the rest for training.
+    Only the index is read; ``longspan tokenize --verify`` reads and checks the rest.
+
+    Args:
+        source: the folder.
+        length: tokens per window; 0: 256.
+
+    Raises:
+        ValueError: without a folder, for a folder that is not complete, a file that is missing or has another size
+            than the index records, and tokens too few for one window in each held-out part.
+    """
+    length = length or 256
+    folder = expanded(source)
+    index = token_shards.read_index(folder)
+    for entry in index["files"]:
+        path = folder / entry["name"]
+        with atomic_io.reading(path):
+            size = path.stat().st_size
+        if size != entry["bytes"]:
+            raise ValueError(
+                f"{path} has {size:,} bytes, and {token_shards.INDEX} records {entry['bytes']:,}; restore it from a "
+                "copy, or write the folder again with longspan tokenize"
+            )
+    total = index["tokens"]
+    held = min(total // 20, HELD)
+    if held < length:
+        raise ValueError(
+            f"tokens:{source} has {total:,} tokens; windows of {length} need at least {20 * length:,}, so that each "
+            "held-out part (5 %) has one; pass a smaller length or tokenize more text"
+        )
+    dtype = token_shards.DTYPES[index["dtype"]]
+    shards = [_mapped(folder / one["name"], dtype, "r") for one in index["shards"]]
+    ends = list(itertools.accumulate(one["tokens"] for one in index["shards"]))
+    # Copy-on-write, because PyTorch warns of arrays that cannot be written.
+    starts = torch.from_numpy(_mapped(folder / token_shards.DOCUMENTS, np.dtype("<i8"), "c"))
+    parts, splits, documents = (total - 2 * held, held, held), {}, {}
+    for split, begin, size in zip(SPLITS, itertools.accumulate((0, *parts[:-1])), parts, strict=True):
+        splits[split] = Stretch(shards, ends, begin, size)
+        documents[split] = _inside(starts, begin, begin + size)
+    text = atomic_io.read_text(folder / token_shards.TOKENIZER)
+    return Tokens(f"tokens:{source}", index["vocab"], length, index["sha256"], text, splits, documents)
+
+
+def _inside(starts: Tensor, begin: int, end: int) -> Tensor:
+    """The documents that begin in ``begin`` ... ``end`` - 1, relative to ``begin``; one that it cuts begins at 0."""
+    first, last = torch.searchsorted(starts, torch.tensor([begin, end])).tolist()
+    found = starts[first:last]
+    if begin == 0 and len(found) and int(found[0]) == 0:
+        return found  # a view of the mapped file
+    found = found - begin
+    return found if len(found) and int(found[0]) == 0 else torch.cat([found.new_zeros(1), found])
+
+
+def _mapped(path: Path, dtype: np.dtype, mode: Literal["r", "c"]) -> np.ndarray:
+    """The numbers of a file, memory-mapped."""
+    with atomic_io.reading(path):
+        if not path.stat().st_size:
+            return np.zeros(0, dtype)
+        return np.asarray(np.memmap(path, dtype, mode))
