@@ -105,15 +105,16 @@ def there(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def opened(folder: Path, *names: str) -> Iterator[tuple[Path, dict[str, Any], Content]]:
-    """Open a sealed folder -> its path, the content of its config.json, and a function that reads the files ``names``.
+def opened(folder: Path, *names: str, optional: tuple[str, ...] = ()) -> Iterator[tuple[Path, dict[str, Any], Content]]:
+    """Open a sealed folder -> its path, the content of its config.json, and a function that reads the files ``names``
+    and ``optional``, which not every folder of the kind has.
 
     All belong to one save, even if the folder is replaced meanwhile. The function verifies digests, and returns None
     for a file that does not exist.
 
     Raises ValueError for a folder that is missing or not sealed, and for a file that was changed or damaged.
     """
-    folder, found = _open(folder, names)
+    folder, found = _open(folder, names, optional)
     with contextlib.ExitStack() as stack:
         for file in found.values():
             stack.enter_context(file)
@@ -122,7 +123,11 @@ def opened(folder: Path, *names: str) -> Iterator[tuple[Path, dict[str, Any], Co
         header = _header(folder / CONFIG, text)
 
         def content(name: str) -> bytes | None:
-            return _verified(folder / name, found[name], header["files"].get(name)) if name in found else None
+            if name in found:
+                return _verified(folder / name, found[name], header["files"].get(name))
+            if name in optional and name in header["files"]:
+                raise ValueError(f"{folder} has no {name}, which {CONFIG} records; restore it from a copy")
+            return None
 
         yield folder, header, content
 
@@ -141,7 +146,7 @@ def digest(header: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
-def _open(folder: Path, names: tuple[str, ...]) -> tuple[Path, dict[str, BinaryIO]]:
+def _open(folder: Path, names: tuple[str, ...], optional: tuple[str, ...]) -> tuple[Path, dict[str, BinaryIO]]:
     with atomic_io.reading(folder):
         for at in (place for _ in range(TRIES) for place in _places(folder)):
             with contextlib.ExitStack() as stack, contextlib.suppress(FileNotFoundError):
@@ -149,10 +154,14 @@ def _open(folder: Path, names: tuple[str, ...]) -> tuple[Path, dict[str, BinaryI
                 for name in names:
                     with contextlib.suppress(FileNotFoundError):
                         found[name] = stack.enter_context(atomic_io.open_regular(at / name))
+                # An .old version may be partly removed by now.
+                whole = at == folder or len(found) > len(names)
+                for name in optional:
+                    with contextlib.suppress(FileNotFoundError):
+                        found[name] = stack.enter_context(atomic_io.open_regular(at / name))
                 # config.json is the same before and after, so the files opened in between belong to it.
                 same = os.path.samestat(os.fstat(found[CONFIG].fileno()), os.stat(at / CONFIG))
-                # An .old version may be partly removed by now.
-                if same and (at == folder or len(found) > len(names)):
+                if same and whole:
                     stack.pop_all()
                     return at, found
         if not folder.is_dir():

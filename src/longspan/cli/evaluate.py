@@ -119,7 +119,7 @@ def run(args) -> int:
         return 0
     if args.stream or args.sliding:
         return _along(args, model, data)
-    result = _bits(model, data, args.split, args.batch or default_batch_size(data.length), args.examples)
+    result = _bits(model, data, args.split, args.batch or default_batch_size(data.length, data.vocab), args.examples)
     if args.stepwise:
         result["stepwise"] = _stepwise(model, data, args.split, args.stepwise)
     if args.json:

@@ -172,8 +172,8 @@ def _lines(path: Path, field: str) -> Iterator[Any]:
 
 def _parquet(path: Path, field: str) -> Iterator[Any]:
     need("Parquet files", "pyarrow")
-    import pyarrow
-    from pyarrow import parquet
+    import pyarrow  # pyright: ignore[reportMissingImports] (optional)
+    from pyarrow import parquet  # pyright: ignore[reportMissingImports] (optional)
 
     try:
         with atomic_io.reading(path):
@@ -189,7 +189,7 @@ def _parquet(path: Path, field: str) -> Iterator[Any]:
 
 def _datasets(path: Path, field: str) -> Iterator[Any]:
     need("folders of Hugging Face datasets", "datasets")
-    import datasets
+    import datasets  # pyright: ignore[reportMissingImports] (optional)
 
     found = datasets.load_from_disk(str(path))
     # A DatasetDict holds its parts by name.

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .dataset import Dataset
+from .tokens import Tokens
 
 
 class Stretch(NamedTuple):
@@ -18,13 +19,13 @@ class Stretch(NamedTuple):
 
 
 class Stream:
-    """A split of a text as ``count`` whole consecutive windows; the incomplete rest is skipped.
+    """A split of a text, or of tokens, as ``count`` whole consecutive windows; the incomplete rest is skipped.
 
     The start token is ``dataset.vocab``. Raises ValueError for images, for an unknown split and for one without a whole
     window.
     """
 
-    def __init__(self, dataset: Dataset, split: str):
+    def __init__(self, dataset: Dataset | Tokens, split: str):
         if dataset.grid:
             raise ValueError(f"{dataset.name} contains images; a stream requires a text")
         if not dataset.count(split):

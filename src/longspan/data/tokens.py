@@ -21,7 +21,7 @@ HELD = 2**24  # largest number of tokens of a held-out part
 SPLITS = ("train", "validation", "test")
 
 
-class Stretch:
+class MappedTokens:
     """Consecutive tokens in the shards of a folder, indexed as a tensor; nothing is read before it is indexed."""
 
     def __init__(self, shards: list[np.ndarray], ends: list[int], begin: int, size: int):
@@ -62,7 +62,7 @@ class Tokens:
     """sha256 (hex) of the index, which has that of each file; equal ones mean equal data"""
     tokenizer: str = field(repr=False)
     """content of the tokenizer's file"""
-    splits: Mapping[str, Stretch] = field(repr=False)
+    splits: Mapping[str, MappedTokens] = field(repr=False)
     """per split: its tokens"""
     documents: Mapping[str, Tensor] = field(repr=False)
     """per split: where its documents begin, (count,) int64 from 0 on"""
@@ -126,7 +126,7 @@ def load(source: str, length: int) -> Tokens:
     starts = torch.from_numpy(_mapped(folder / token_shards.DOCUMENTS, np.dtype("<i8"), "c"))
     parts, splits, documents = (total - 2 * held, held, held), {}, {}
     for split, begin, size in zip(SPLITS, itertools.accumulate((0, *parts[:-1])), parts, strict=True):
-        splits[split] = Stretch(shards, ends, begin, size)
+        splits[split] = MappedTokens(shards, ends, begin, size)
         documents[split] = _inside(starts, begin, begin + size)
     text = atomic_io.read_text(folder / token_shards.TOKENIZER)
     return Tokens(f"tokens:{source}", index["vocab"], length, index["sha256"], text, splits, documents)

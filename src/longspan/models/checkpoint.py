@@ -3,6 +3,7 @@
 =====================  =============================================================================================
 ``model.safetensors``  the weights; tied weights are stored once
 ``training.pt``        only for resuming: plain values and tensors, read with ``weights_only=True``
+``tokenizer.json``     the tokenizer of a decoder that has one, in the format of the library ``tokenizers``
 ``config.json``        ``{"format": 2, "kind": "decoder", "config": {...}, "longspan": "0.1.0", "files": {...}, ...}``
 =====================  =============================================================================================
 
@@ -40,7 +41,7 @@ MODEL_CLASSES: dict[str, tuple[Any, Any]] = {
     "seq2seq": (Seq2SeqConfig, Seq2Seq),
     "transcriber": (TranscriberConfig, Transcriber),
 }
-WEIGHTS, TRAINING = "model.safetensors", "training.pt"
+WEIGHTS, TRAINING, TOKENIZER = "model.safetensors", "training.pt", "tokenizer.json"
 
 
 def save(
@@ -90,6 +91,8 @@ def save(
             safetensors.torch.save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
             if training is not None:
                 _save_training(dict(training), temporary / TRAINING)
+            if text := getattr(model, "tokenizer", ""):
+                (temporary / TOKENIZER).write_text(text, encoding="utf-8")
             sealed_dir.seal(temporary, header | dict(extra or {}))
             sealed_dir.swap(temporary, folder)
     except (OSError, safetensors.SafetensorError) as error:
@@ -121,7 +124,7 @@ def load(folder: str | Path) -> Any:
         >>> again.config == model.config
         True
     """
-    folder, header, weights = _read(folder)
+    folder, header, weights, tokenizer = _read(folder)
     config_class, model_class = MODEL_CLASSES[header["kind"]]
     try:
         config = config_class.from_dict(header["config"])
@@ -131,6 +134,8 @@ def load(folder: str | Path) -> Any:
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG} does not describe a {header['kind']}: {error}") from error
     _fill(model, weights, folder / WEIGHTS)
+    if tokenizer:
+        model.tokenizer = tokenizer
     return model.eval()
 
 
@@ -293,8 +298,10 @@ def _save_training(training: dict[str, Any], path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _opened(folder: str | Path, *names: str) -> Iterator[tuple[Path, dict[str, Any], sealed_dir.Content]]:
-    with sealed_dir.opened(_place(folder), *names) as (folder, header, content):
+def _opened(
+    folder: str | Path, *names: str, optional: tuple[str, ...] = ()
+) -> Iterator[tuple[Path, dict[str, Any], sealed_dir.Content]]:
+    with sealed_dir.opened(_place(folder), *names, optional=optional) as (folder, header, content):
         if not isinstance(header.get("kind"), str) or header["kind"] not in MODEL_CLASSES:
             raise ValueError(
                 f"{folder / CONFIG} has kind {format_value(header.get('kind'))}; known: {', '.join(MODEL_CLASSES)}"
@@ -360,13 +367,16 @@ def same_kind(found: torch.dtype, wanted: torch.dtype) -> bool:
     return found == wanted or (found.is_floating_point and wanted.is_floating_point)
 
 
-def _read(folder: str | Path) -> tuple[Path, dict[str, Any], dict[str, Tensor]]:
-    """Read the path, the config.json and the weights of a checkpoint, all of one save. Raises ValueError."""
+def _read(folder: str | Path) -> tuple[Path, dict[str, Any], dict[str, Tensor], str]:
+    """Read the path, the config.json, the weights and the tokenizer ("": none) of a checkpoint, all of one save.
+
+    Raises ValueError.
+    """
     name = resolve(folder)
     while True:
         try:
-            with _opened(name, WEIGHTS) as (at, header, content):
-                return at, header, _tensors(at, content(WEIGHTS))
+            with _opened(name, WEIGHTS, optional=(TOKENIZER,)) as (at, header, content):
+                return at, header, _tensors(at, content(WEIGHTS)), (content(TOKENIZER) or b"").decode()
         except ValueError:
             # A running training removes checkpoints that its pointers no longer name.
             before, name = name, resolve(folder)

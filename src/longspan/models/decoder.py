@@ -41,6 +41,9 @@ class Decoder(nn.Module):
         torch.Size([1, 4])
     """
 
+    tokenizer = ""
+    """content of the tokenizer.json of its tokens, which checkpoints keep; "" for a model without a tokenizer"""
+
     def __init__(self, config: DecoderConfig):
         super().__init__()
         check_fits_in_memory(config, Decoder)

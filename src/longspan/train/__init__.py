@@ -26,7 +26,7 @@ from .. import data
 from .._utils import model_memory as weights
 from .._utils import signals
 from ..attention.specs import parts
-from ..data import Dataset, Labeled, Pairs
+from ..data import Dataset, Labeled, Pairs, Tokens
 from ..models import checkpoint
 from ..models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from ..models.stacks import kind_of
@@ -112,6 +112,8 @@ def _fit(engine: Any, config: DecoderConfig, run: TrainConfig, resume: bool, pro
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(run.seed)
         model = checkpoint.MODEL_CLASSES[checkpoint.kind_of(config)][1](config)
+        if isinstance(dataset, Tokens):
+            model.tokenizer = dataset.tokenizer
         bar = engine.Bar(run.steps, dataset.unit) if progress else None
         if bar:
             bar.line(_opening(model, run, dataset))
@@ -161,7 +163,7 @@ def parts_right(exact: dict[str, float], accuracy: dict[str, float]) -> str:
     return "".join(f"; {name}: {text}" for name, text in shown.items() if text)
 
 
-def _opening(model: Any, run: TrainConfig, dataset: Dataset | Pairs | Labeled) -> str:
+def _opening(model: Any, run: TrainConfig, dataset: Dataset | Tokens | Pairs | Labeled) -> str:
     """The first line of the output: model, data and device."""
     weights, config = sum(p.numel() for p in model.parameters()), model.config
     where = "cuda" if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
@@ -184,7 +186,7 @@ def _engine() -> Any:
     return engine
 
 
-def _check(config: Any, run: TrainConfig, dataset: Dataset | Pairs | Labeled) -> None:
+def _check(config: Any, run: TrainConfig, dataset: Dataset | Tokens | Pairs | Labeled) -> None:
     specs = {"attention": config.attention}
     if isinstance(dataset, Pairs):
         if not isinstance(config, Seq2SeqConfig):
@@ -228,6 +230,8 @@ def _check(config: Any, run: TrainConfig, dataset: Dataset | Pairs | Labeled) ->
             raise ValueError(
                 "checkpointing=True has no effect with stream=True, which carries a state; pass checkpointing=False"
             )
+    if run.segments and isinstance(config, DecoderConfig):
+        tbptt.check_segments(config)
     if not dataset.count("train"):
         raise ValueError(f"{run.data} has no training examples")
     if not torch.accelerator.is_available():

@@ -20,15 +20,19 @@ class TrainConfig:
     """A training run. With a model's config it determines every bit of the result on one machine."""
 
     data: str = "digits"
-    """data set: digits | mnist | cifar10 | text:stdlib | text:FILE | text:FOLDER | mnist:FOLDER | pairs:dates |
-    pairs:reverse | pairs:FILE | labels:majority | labels:FILE | labels:FOLDER; paths are stored absolute"""
+    """data set: digits | mnist | cifar10 | text:stdlib | text:FILE | text:FOLDER | tokens:FOLDER | mnist:FOLDER |
+    pairs:dates | pairs:reverse | pairs:FILE | labels:majority | labels:FILE | labels:FOLDER; paths are stored
+    absolute"""
     length: int = 0
-    """tokens per example of a text, or largest number of tokens in a source or a target of pairs; 0: 256. Largest
-    number of bytes read of a labeled text; 0: 1024"""
+    """tokens per example of a text or of tokens, or largest number of tokens in a source or a target of pairs; 0: 256.
+    Largest number of bytes read of a labeled text; 0: 1024"""
     stream: bool = False
     """read a text in order (truncated backpropagation through time): each row of the batch continues where it was, with
     its state, but without gradients through it. Each document (a file of a folder) starts with a fresh state. Requires
     attentions with a state of bounded size"""
+    segments: bool = False
+    """keep the documents of a text or of tokens apart: in a window, no token reads another document, and each document
+    begins with the start token. Examples are then disjoint windows. Evaluations of the run do the same"""
     steps: int = 1000
     """optimizer steps"""
     batch: int = 32
@@ -99,6 +103,10 @@ class TrainConfig:
         _require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive")
         for name, choices in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("precision", PRECISIONS)):
             known(getattr(self, name), dict.fromkeys(choices), name)
+        _require(
+            not (self.segments and self.stream),
+            "segments=True has no effect with stream=True, which keeps documents apart anyway; pass segments=False",
+        )
         if self.schedule == "drop":
             _require(
                 self.drop_at >= 1, "schedule='drop' requires drop_at >= 1, the step at which the learning rate drops"

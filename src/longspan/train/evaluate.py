@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..data import Dataset, Labeled, Pairs
+from ..data import Dataset, Labeled, Pairs, Tokens
 from ..data.pairs import Batch
 from ..generation.beam_search import beam_search
 from ..generation.sampling import generate
@@ -17,14 +17,14 @@ from ..models.encoder import Encoder
 from ..models.seq2seq import Seq2Seq
 
 
-def bits(model: Decoder, dataset: Dataset, split: str, batch: int = 64, *, examples: int = 0) -> float:
-    """Mean negative log2-likelihood per token, in bits per dimension (images) or byte (text).
+def bits(model: Decoder, dataset: Dataset | Tokens, split: str, batch: int = 64, *, examples: int = 0) -> float:
+    """Mean negative log2-likelihood per token, in bits per dimension (images), byte (text) or token.
 
     The start token is not counted. The model is in eval mode during the call. Sums are in float64.
 
     Args:
         model: a decoder.
-        dataset: images or a text.
+        dataset: images, a text or tokens.
         split: "train", "validation" or "test".
         batch: examples per forward pass.
         examples: number of evenly spaced examples; 0: the whole split.
@@ -45,10 +45,16 @@ def bits(model: Decoder, dataset: Dataset, split: str, batch: int = 64, *, examp
 
 @torch.no_grad()
 def total(
-    model: Decoder, dataset: Dataset, split: str, batch: int, examples: int = 0, rank: int = 0, world: int = 1
+    model: Decoder,
+    dataset: Dataset | Tokens,
+    split: str,
+    batch: int,
+    examples: int = 0,
+    rank: int = 0,
+    world: int = 1,
 ) -> Tensor:
     """Negative log-likelihood in nats and number of tokens, (2,) float64, over the examples of ``rank``."""
-    indices = _chosen(dataset.count(split), examples, rank, world)
+    indices = chosen_examples(dataset.count(split), examples, rank, world)
     with _evaluating(model):
         nats = torch.zeros((), dtype=torch.float64, device=model.device)
         for part in indices.split(batch):
@@ -76,7 +82,7 @@ def evaluate_seq2seq(
     A target is exact if all tokens match, including the stop token, by greedy decoding or by a beam search with
     ``beams`` beams.
     """
-    indices = _chosen(dataset.count(split), examples, rank, world)
+    indices = chosen_examples(dataset.count(split), examples, rank, world)
     with _evaluating(model):
         sums = torch.zeros(3, dtype=torch.float64, device=model.device)
         for part in indices.split(batch):
@@ -94,7 +100,7 @@ def classified(
     model: Encoder, dataset: Labeled, split: str, batch: int, examples: int = 0, rank: int = 0, world: int = 1
 ) -> Tensor:
     """Cross-entropy in nats, correct labels and texts, (3,) float64, over the texts of ``rank``."""
-    indices = _chosen(dataset.count(split), examples, rank, world)
+    indices = chosen_examples(dataset.count(split), examples, rank, world)
     device = next(model.parameters()).device
     with _evaluating(model):
         sums = torch.zeros(2, dtype=torch.float64, device=device)
@@ -122,7 +128,7 @@ def _written(model: Seq2Seq, pairs: Batch, stop: int, beams: int, length_penalty
     return F.pad(found, (0, pairs.target.shape[1] - found.shape[1]), value=stop)
 
 
-def _chosen(count: int, examples: int, rank: int, world: int) -> Tensor:
+def chosen_examples(count: int, examples: int, rank: int, world: int) -> Tensor:
     """The indices of ``rank`` among ``examples`` evenly spaced examples (0: all)."""
     chosen = min(examples or count, count)
     return (torch.arange(chosen) * count).div(max(1, chosen), rounding_mode="floor")[rank::world]
@@ -139,10 +145,10 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
-def default_batch_size(length: int) -> int:
-    """Examples per batch of an evaluation: 64, or fewer if ``length`` is large.
+def default_batch_size(length: int, vocab: int = 256) -> int:
+    """Examples per batch of an evaluation: 64, or fewer if ``length`` or ``vocab`` is large.
 
     A batch has at most 12,800 tokens: with 256 float32 outputs per token, larger blocks would be fresh pages in every
-    call, even after ``reuse_pages`` (docs/results/lab.md).
+    call, even after ``reuse_pages`` (docs/results/lab.md). With more outputs per token it has fewer tokens.
     """
-    return max(1, min(64, 12_800 // length))
+    return max(1, min(64, 12_800 * 256 // max(256, vocab) // length))

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .._utils import atomic_io
 from ..attention.adaptive_span import AdaptiveSpan
-from ..data import Dataset
+from ..data import Dataset, Tokens
 from ..models.checkpoint import write_text
 from ..models.decoder import Decoder
 from ..models.stacks import Act
@@ -21,7 +21,7 @@ LOOKED_AT = 16  # examples that are evaluated
 
 
 @torch.no_grad()
-def learned(model: Decoder, dataset: Dataset) -> dict[str, Any]:
+def learned(model: Decoder, dataset: Dataset | Tokens) -> dict[str, Any]:
     """Measure learned spans and ponder times on evenly spaced validation examples.
 
     Returns:

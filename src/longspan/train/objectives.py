@@ -16,7 +16,7 @@ from torch import distributed as dist
 from torch.utils import _pytree as pytree
 
 from ..attention import Attention
-from ..data import Dataset
+from ..data import Dataset, Tokens
 from ..data.labeled import Batch as Texts
 from ..data.order import batch_indices
 from ..data.pairs import Batch
@@ -57,7 +57,7 @@ class Objective(nn.Module, ABC):
 
     def prepare(self, model: Any) -> None:
         """Add modules that only this run trains. Raises ValueError for a field that is not supported."""
-        for name, usual in (("stream", False), ("intermediate", False), ("targets", 1)):
+        for name, usual in (("stream", False), ("segments", False), ("intermediate", False), ("targets", 1)):
             if getattr(self.run, name) != usual:
                 raise ValueError(f"{name}={getattr(self.run, name)} requires a decoder, which predicts the next token")
 
@@ -68,8 +68,13 @@ class Objective(nn.Module, ABC):
 
     def batch(self, index: int, rank: int, world: int) -> Any:
         """The examples of micro-batch ``index`` on ``rank``, a pytree of tensors that depends on the arguments only."""
-        count = self.dataset.count("train")
-        return self.dataset.take("train", batch_indices(count, self.run.seed, index, self.run.batch, rank, world))
+        return self.dataset.take("train", self.order(self.dataset.count("train"), index, rank, world))
+
+    def order(self, count: int, index: int, rank: int, world: int) -> Tensor:
+        """The numbers of the examples of micro-batch ``index`` among ``count``, (B,) int64."""
+        # Data sets that are too large for a permutation in memory say so.
+        keyed = {"keyed": True} if getattr(self.dataset, "keyed", False) else {}
+        return batch_indices(count, self.run.seed, index, self.run.batch, rank, world, **keyed)
 
     @abstractmethod
     def loss(self, model: Any, batch: Any) -> Loss:
@@ -143,7 +148,7 @@ class Objective(nn.Module, ABC):
 class NextToken(Objective):
     """Next-token prediction with a decoder: mean nats per token, plus the weighted penalty."""
 
-    def __init__(self, run: TrainConfig, dataset: Dataset):
+    def __init__(self, run: TrainConfig, dataset: Dataset | Tokens):
         super().__init__(run, dataset)
         self.auxiliary: Auxiliary | None = None
 
@@ -186,11 +191,35 @@ class NextToken(Objective):
 
     def sums(self, model: Decoder, split: str, rank: int = 0, world: int = 1) -> Tensor:
         data = self.dataset
-        return total(model, data, split, default_batch_size(data.length), self.run.evaluate_examples, rank, world)
+        batch = default_batch_size(data.length, data.vocab)
+        return total(model, data, split, batch, self.run.evaluate_examples, rank, world)
 
     def figures(self, sums: Tensor) -> dict[str, float]:
         nats, tokens = sums.tolist()
         return {"bits": nats / tokens / math.log(2)}
+
+
+class Segments(NextToken):
+    """Next-token prediction on disjoint windows whose documents are kept apart, in training and in evaluations.
+
+    Raises ValueError for images, and for a text without a whole window.
+    """
+
+    def __init__(self, run: TrainConfig, dataset: Dataset | Tokens):
+        super().__init__(run, dataset)
+        self.stream = Stream(dataset, "train")
+
+    def batch(self, index: int, rank: int, world: int) -> Stretch:
+        return self.stream.take(self.order(self.stream.count, index, rank, world), fresh=True)
+
+    def read(self, model: Decoder, batch: Any, record: dict | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        stretch = Stretch(*batch)
+        return model(stretch.inputs, segments=stretch.segments, record=record)[0], stretch.targets, stretch.segments
+
+    def sums(self, model: Decoder, split: str, rank: int = 0, world: int = 1) -> Tensor:
+        data = self.dataset
+        batch = default_batch_size(data.length, data.vocab)
+        return streaming_eval.apart(model, data, split, batch, self.run.evaluate_examples, rank, world)
 
 
 class Streams(NextToken):
@@ -202,7 +231,7 @@ class Streams(NextToken):
     Raises ValueError for images, and for a text that is too short for the number of rows.
     """
 
-    def __init__(self, run: TrainConfig, dataset: Dataset):
+    def __init__(self, run: TrainConfig, dataset: Dataset | Tokens):
         super().__init__(run, dataset)
         self.stream = Stream(dataset, "train")
         row_windows(self.stream.count, 0, run.batch, 0, run.devices)
@@ -319,6 +348,8 @@ OBJECTIVES: Mapping[type, type[Objective]] = {Decoder: NextToken, Seq2Seq: Targe
 def build(model: nn.Module, run: TrainConfig, dataset: Any) -> Objective:
     """Make the objective for a kind of model. Raises ValueError for a run that it does not support."""
     kind = OBJECTIVES[type(model)]
-    objective: Objective = Streams(run, dataset) if run.stream and kind is NextToken else kind(run, dataset)
+    if kind is NextToken:
+        kind = Streams if run.stream else Segments if run.segments else NextToken
+    objective: Objective = kind(run, dataset)
     objective.prepare(model)
     return objective

@@ -7,26 +7,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data import Dataset
+from ..data import Dataset, Tokens
 from ..data.streams import Stream, stretches
 from ..models.decoder import Decoder
 from ..states.utils import select
 from . import tbptt
-from .evaluate import default_batch_size
+from .evaluate import chosen_examples, default_batch_size
 
 Track = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
 
-def rows(dataset: Dataset, split: str, examples: int = 0) -> int:
+def rows(dataset: Dataset | Tokens, split: str, examples: int = 0) -> int:
     """Number of stretches read in parallel: at most ``default_batch_size``, with at least 16 windows each."""
     count = Stream(dataset, split).count
-    return max(1, min(default_batch_size(dataset.length), min(examples or count, count) // 16))
+    return max(1, min(default_batch_size(dataset.length, dataset.vocab), min(examples or count, count) // 16))
 
 
 @torch.no_grad()
 def carried(
     model: Decoder,
-    dataset: Dataset,
+    dataset: Dataset | Tokens,
     split: str,
     rows: int,
     examples: int = 0,
@@ -72,7 +72,7 @@ def carried(
 @torch.no_grad()
 def sliding(
     model: Decoder,
-    dataset: Dataset,
+    dataset: Dataset | Tokens,
     split: str,
     stride: int,
     rows: int,
@@ -100,9 +100,8 @@ def sliding(
         begins.append(begin + part.start * n)
         # Tokens scored by the previous window.
         skips.append(torch.cat([begin[:1], begin[:-1] + n - begin[1:]]))
-    batches = list(
-        zip(torch.cat(begins).split(default_batch_size(n)), torch.cat(skips).split(default_batch_size(n)), strict=True)
-    )
+    batch = default_batch_size(n, dataset.vocab)
+    batches = list(zip(torch.cat(begins).split(batch), torch.cat(skips).split(batch), strict=True))
     nats, tokens = torch.zeros((), dtype=torch.float64, device=model.device), 0
     at = torch.arange(n)
     with _evaluating(model):
@@ -113,6 +112,35 @@ def sliding(
             nats -= model.likelihood.log_prob(outputs, targets).double()[counts].sum()
             tokens += int(counts.sum())
     return torch.tensor([nats.item(), tokens], dtype=torch.float64)
+
+
+@torch.no_grad()
+def apart(
+    model: Decoder,
+    dataset: Dataset | Tokens,
+    split: str,
+    batch: int,
+    examples: int = 0,
+    rank: int = 0,
+    world: int = 1,
+) -> Tensor:
+    """Score the disjoint windows of a split independently, with the documents of a window kept apart.
+
+    Each document of a window begins with the start token, as the window itself does.
+
+    Returns:
+        Negative log-likelihood in nats and number of tokens, (2,) float64, over the windows of ``rank``.
+    """
+    stream = Stream(dataset, split)
+    indices = chosen_examples(stream.count, examples, rank, world)
+    nats = torch.zeros((), dtype=torch.float64, device=model.device)
+    with _evaluating(model):
+        for part in indices.split(batch):
+            stretch = stream.take(part, fresh=True)
+            segments = None if stretch.segments is None else stretch.segments.to(model.device)
+            outputs, _ = model(stretch.inputs.to(model.device), segments=segments)
+            nats -= model.likelihood.log_prob(outputs, stretch.targets.to(model.device)).double().sum()
+    return torch.tensor([nats.item(), len(indices) * dataset.length], dtype=torch.float64)
 
 
 def _stretches(stream: Stream, rows: int, examples: int) -> list[range]:

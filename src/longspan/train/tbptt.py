@@ -90,13 +90,24 @@ def check(config: DecoderConfig) -> None:
     for one in dict.fromkeys(spec.split(config.attention)):
         with torch.random.fork_rng(devices=[]):
             attention = build(one, config.dim, config.heads)
-        if "segments" not in attention.supported_args:
-            raise ValueError(f"{one} does not support segments=, which a stream of documents requires")
+        _require_segments(one, attention, "a stream of documents requires")
         if _bytes(attention, 64) > _bytes(attention, 0):
             raise ValueError(
                 f"the state of {one} keeps every token, but a stream has no end; choose a mechanism with a bounded "
                 "state, such as transformer_xl, local or linear"
             )
+
+
+def check_segments(config: DecoderConfig) -> None:
+    """Raise ValueError for a model that cannot keep the documents of a window apart."""
+    for one in dict.fromkeys(spec.split(config.attention)):
+        with torch.random.fork_rng(devices=[]):
+            _require_segments(one, build(one, config.dim, config.heads), "segments=True requires")
+
+
+def _require_segments(text: str, attention: Any, who: str) -> None:
+    if "segments" not in attention.supported_args:
+        raise ValueError(f"{text} does not support segments=, which {who}")
 
 
 def _bytes(attention: Any, capacity: int) -> int:

@@ -1,0 +1,123 @@
+"""Training on tokens from disk: vocabulary and tokenizer of the model, segments, streams, and the commands after it."""
+
+import pytest
+import torch
+
+import longspan
+from longspan.cli.entry import main
+from longspan.data import load
+from longspan.data.order import batch_indices
+from longspan.data.streams import Stream
+from longspan.models import checkpoint
+from longspan.models.config import DecoderConfig
+from longspan.train import TrainConfig, fit, objectives, streaming_eval
+from longspan.train.evaluate import default_batch_size
+
+LINE = "a state reads each token once and forgets the past; größer is the state of rank {} at {}\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Tokens of 120 documents, with 320 levels."""
+    at = tmp_path_factory.mktemp("data")
+    text = "<sep>".join(LINE.format(i, i * 7 % 40) * 3 for i in range(120))
+    (at / "a.txt").write_text(text, encoding="utf-8")
+    command = ["tokenize", str(at / "a.txt"), "--out", str(at / "tokens"), "--train-bpe", "320", "--separator", "<sep>"]
+    assert main(command) == 0
+    return at / "tokens"
+
+
+@pytest.fixture(scope="module")
+def run(folder, tmp_path_factory):
+    """The folder of a run from the command line."""
+    out = tmp_path_factory.mktemp("run") / "run"
+    model = {"dim": 16, "depth": 2, "heads": 2, "feedforward": 32, "attention": "linear", "positions": "none"}
+    flags = [word for name, value in model.items() for word in (f"--model.{name}", str(value))]
+    more = {"data": f"tokens:{folder}", "length": 24, "steps": 30, "batch": 4, "learning_rate": 3e-3, "out": str(out)}
+    flags += [word for name, value in more.items() for word in (f"--run.{name}", str(value))]
+    assert main(["train", *flags, "--run.evaluate_every", "15"]) == 0
+    return out
+
+
+def test_the_vocabulary_and_the_tokenizer_are_those_of_the_tokens(run, folder):
+    model = longspan.load(run)
+    assert (model.config.vocab, model.likelihood.size) == (320, 320)
+    assert model.tokenizer == (folder / "tokenizer.json").read_text(encoding="utf-8")
+    last = checkpoint.resolve(run, prefer="last")
+    assert (last / "tokenizer.json").read_text(encoding="utf-8") == model.tokenizer
+
+
+def test_a_copy_of_the_model_keeps_its_tokenizer(run, tmp_path):
+    longspan.save(longspan.load(run), tmp_path / "copy")
+    assert longspan.load(tmp_path / "copy").tokenizer == longspan.load(run).tokenizer
+    (tmp_path / "copy" / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"tokenizer\.json was changed or damaged"):
+        longspan.load(tmp_path / "copy")
+    (tmp_path / "copy" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"has no tokenizer\.json, which config\.json records"):
+        longspan.load(tmp_path / "copy")
+
+
+def test_examples_follow_the_keyed_order(folder):
+    data = load(f"tokens:{folder}", 24)
+    model = longspan.Decoder(DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=320))
+    objective = objectives.build(model, TrainConfig(seed=3, batch=5), data)
+    expected = data.take("train", batch_indices(data.count("train"), 3, 7, 5, 1, 2, keyed=True))
+    assert objective.batch(7, 1, 2).equal(expected)
+
+
+def test_segments_keep_documents_apart(folder):
+    """What a window reports is what each of its documents reports alone."""
+    data = load(f"tokens:{folder}", 200)
+    config = DecoderConfig(dim=8, depth=2, heads=2, feedforward=8, vocab=320, attention="linear", length=200)
+    torch.manual_seed(0)
+    model = longspan.Decoder(config).eval()
+    objective = objectives.build(model, TrainConfig(segments=True, batch=3), data)
+    stretch = objective.batch(0, 0, 1)
+    expected = data.take("train", batch_indices(Stream(data, "train").count, 0, 0, 3, keyed=True))
+    assert stretch.targets.equal(expected)
+    assert stretch.segments.max() >= 1
+    logits = model(stretch.inputs, segments=stretch.segments)[0]
+    nats = -model.likelihood.log_prob(logits, stretch.targets).mean()
+    assert objective.loss(model, stretch).total.item() == pytest.approx(nats.item(), rel=1e-6)
+    alone = []
+    for row, segments in zip(stretch.targets, stretch.segments, strict=True):
+        for one in segments.unique():
+            part = row[segments == one][None]
+            alone.append(model.likelihood.log_prob(model(model.shift(part))[0], part).flatten())
+    assert -torch.cat(alone).mean().item() == pytest.approx(nats.item(), rel=1e-5)
+
+
+def test_segments_are_evaluated_apart(folder):
+    data = load(f"tokens:{folder}", 40)
+    model = longspan.Decoder(DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=320, attention="linear"))
+    objective = objectives.build(model, TrainConfig(segments=True), data)
+    whole = objective.sums(model, "test")
+    shares = [objective.sums(model, "test", rank, 2) for rank in range(2)]
+    assert torch.allclose(sum(shares), whole, rtol=1e-6)
+    stretch = Stream(data, "test").take(torch.arange(data.count("test")), fresh=True)
+    outputs = model.eval()(stretch.inputs, segments=stretch.segments)[0]
+    nats = -model.likelihood.log_prob(outputs, stretch.targets).double().sum()
+    assert whole.tolist() == pytest.approx([nats.item(), stretch.targets.numel()], rel=1e-6)
+    assert streaming_eval.apart(model, data, "test", 1).tolist() == pytest.approx(whole.tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("way", ["segments", "stream"])
+def test_documents_in_training(folder, tmp_path, way):
+    config = DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=320, attention="linear", positions="none")
+    run = TrainConfig(data=f"tokens:{folder}", length=40, steps=12, batch=2, out=str(tmp_path), **{way: True})
+    result = fit(config, run, progress=False)
+    assert result.bits["test"] < 9
+
+
+def test_segments_are_refused_where_they_have_no_meaning(folder, tmp_path):
+    with pytest.raises(ValueError, match="segments=True has no effect with stream=True"):
+        TrainConfig(segments=True, stream=True)
+    run = TrainConfig(data="digits", segments=True, steps=1, out=str(tmp_path / "a"))
+    with pytest.raises(ValueError, match="digits contains images"):
+        fit(DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=17), run, progress=False)
+
+
+def test_batches_of_an_evaluation_shrink_with_the_vocabulary():
+    assert [default_batch_size(100, vocab) for vocab in (2, 256, 512, 50_000)] == [64, 64, 64, 1]
+    assert [default_batch_size(400, vocab) for vocab in (256, 512)] == [32, 16]
