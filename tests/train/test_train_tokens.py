@@ -1,11 +1,14 @@
 """Training on tokens from disk: vocabulary and tokenizer of the model, segments, streams, and the commands after it."""
 
+import json
+
 import pytest
 import torch
 
 import longspan
 from longspan.cli.entry import main
-from longspan.data import load
+from longspan.cli.generate import _Bytes, _Tokens
+from longspan.data import load, tokenization
 from longspan.data.order import batch_indices
 from longspan.data.streams import Stream
 from longspan.models import checkpoint
@@ -121,3 +124,108 @@ def test_segments_are_refused_where_they_have_no_meaning(folder, tmp_path):
 def test_batches_of_an_evaluation_shrink_with_the_vocabulary():
     assert [default_batch_size(100, vocab) for vocab in (2, 256, 512, 50_000)] == [64, 64, 64, 1]
     assert [default_batch_size(400, vocab) for vocab in (256, 512)] == [32, 16]
+
+
+def test_generate_reads_and_writes_text(run, capsys):
+    tokenizer = tokenization.parsed(longspan.load(run).tokenizer)
+    prompt = "a state größer"
+    given = torch.tensor([tokenizer.encode(prompt).ids])
+    options = {"max_new_tokens": 12, "temperature": 0.0}
+    expected = longspan.generate(longspan.load(run), given, **options)[0].tolist()
+    capsys.readouterr()
+    flags = ["--prompt", prompt, "--tokens", "12"]
+    assert main(["generate", str(run), *flags, "--temperature", "0"]) == 0
+    assert capsys.readouterr().out == tokenizer.decode([*given[0].tolist(), *expected]) + "\n"
+    assert main(["generate", str(run), *flags, "--beams", "1"]) == 0
+    assert capsys.readouterr().out == tokenizer.decode([*given[0].tolist(), *expected]) + "\n"
+    # The stop token ends the text and is not written.
+    stop = tokenizer.id_to_token(expected[5])
+    known = expected[: expected.index(expected[5])]
+    for way in (["--temperature", "0"], ["--beams", "1"]):
+        assert main(["generate", str(run), *flags, *way, "--stop", stop]) == 0
+        assert capsys.readouterr().out == tokenizer.decode([*given[0].tolist(), *known]) + "\n"
+    assert main(["generate", str(run), "--stop", "</s>"]) == 2
+    assert "the tokenizer has no token '</s>'" in capsys.readouterr().err
+    assert main(["generate", "text", "--stop", "</s>"]) == 2
+    assert "--stop '</s>' requires a model with a tokenizer" in capsys.readouterr().err
+
+
+def test_incomplete_characters_are_written_at_the_end(run):
+    tokens = tokenization.parsed(longspan.load(run).tokenizer).encode("ü", add_special_tokens=False).ids
+    # The tokenizer's alphabet are bytes, so a rare character has two tokens.
+    both = [(_Bytes(), list("ü".encode())), (_Tokens(longspan.load(run).tokenizer), tokens)]
+    for coder, parts in both:
+        if len(parts) == 2:
+            assert [coder.step(parts[0]), coder.step(parts[1]), coder.rest()] == ["", "ü", ""]
+    rare = _Tokens(longspan.load(run).tokenizer)
+    first = rare.encode("\N{GREEK SMALL LETTER PI}")[0]
+    assert rare.step(first) == ""
+    assert rare.rest() == "\N{REPLACEMENT CHARACTER}"
+    own = _Bytes()
+    assert own.step("ü".encode()[0]) == ""
+    assert own.rest() == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_eval(run, folder, tmp_path, capsys):
+    capsys.readouterr()
+    assert main(["eval", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    data = load(f"tokens:{folder}", 24)
+    assert (found["unit"], found["examples"]) == ("token", data.count("test"))
+    assert main(["eval", str(run), "--segments", "--json"]) == 0
+    apart = json.loads(capsys.readouterr().out)
+    model = longspan.load(run)
+    nats, tokens = streaming_eval.apart(model, data, "test", 64).tolist()
+    assert apart["bits"] == pytest.approx(nats / tokens / 0.6931471805599453, rel=1e-6)
+    assert apart["bits"] != found["bits"]
+    # A text is encoded by the model's tokenizer: the same tokens but the ends of documents.
+    text = (folder.parent / "a.txt").read_text(encoding="utf-8").replace("<sep>", "")
+    (tmp_path / "b.txt").write_text(text, encoding="utf-8")
+    assert main(["eval", str(run), "--data", f"text:{tmp_path / 'b.txt'}", "--json"]) == 0
+    other = json.loads(capsys.readouterr().out)
+    assert other["unit"] == "token"
+    assert other["tokens"] % 24 == 0
+    ids = tokenization.parsed(model.tokenizer).encode(text).ids
+    assert other["examples"] == len(ids) // 20 // 24
+    held = torch.tensor(ids[len(ids) - len(ids) // 20 :][: other["tokens"]]).view(-1, 24)
+    expected = -model.likelihood.log_prob(model(model.shift(held))[0], held).double().mean().item()
+    assert other["bits"] == pytest.approx(expected / 0.6931471805599453, rel=1e-5)
+
+
+def test_tokens_of_another_tokenizer_are_refused(run, folder, tmp_path, capsys):
+    text = str(folder.parent / "a.txt")
+    assert main(["tokenize", text, "--out", str(tmp_path / "other"), "--train-bpe", "320", "--separator", "state"]) == 0
+    capsys.readouterr()
+    assert main(["eval", str(run), "--data", f"tokens:{tmp_path / 'other'}"]) == 2
+    assert "has tokens of another tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_the_exported_file_has_its_tokenizer_beside_it(run, tmp_path, capsys):
+    pytest.importorskip("onnxruntime")
+    assert main(["export", str(run), str(tmp_path / "m.onnx")]) == 0
+    assert f"tokenizer: {tmp_path / 'm.tokenizer.json'}" in capsys.readouterr().out
+    assert (tmp_path / "m.tokenizer.json").read_text(encoding="utf-8") == longspan.load(run).tokenizer
+
+
+def test_a_folder_for_the_hub_has_the_tokenizer(run, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from longspan.compat.transformers import LongspanForCausalLM
+
+    model = LongspanForCausalLM.from_longspan(str(run))
+    model.save_pretrained(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    own = tokenization.parsed(longspan.load(run).tokenizer)
+    assert tokenizer("a state größer").input_ids == own.encode("a state größer").ids
+    assert (tokenizer.bos_token_id, tokenizer.eos_token) == (320, "<|endoftext|>")
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = tokenizer("a state", return_tensors="pt").input_ids
+    assert torch.equal(again(ids).logits, model(ids).logits)
+
+
+def test_a_tokenizer_without_place_for_the_start_token_is_refused(run):
+    content = longspan.load(run).tokenizer
+    with pytest.raises(ValueError, match="320 tokens, which leave no place for '<start>' as number 300"):
+        tokenization.special_start(content, 300, "<start>")
+    with pytest.raises(ValueError, match="gaps among its numbers"):
+        tokenization.special_start(content, 330, "<start>")

@@ -78,6 +78,11 @@ def parser() -> Parser:
         "carry no state. With --stream: score the same tokens in both ways and print the ratio of the speeds. 0: off",
     )
     parser.add_argument(
+        "--segments",
+        action="store_true",
+        help="texts and tokens: keep the documents of a window apart, as training with run.segments does",
+    )
+    parser.add_argument(
         "--examples",
         type=natural_int(),
         default=0,
@@ -97,16 +102,20 @@ def run(args) -> int:
 
     if args.stepwise and (args.stream or args.sliding):
         raise ValueError("--stepwise scores independent examples; it cannot be combined with --stream or --sliding")
+    if args.segments and (args.stepwise or args.stream or args.sliding):
+        raise ValueError("--segments cannot be combined with --stepwise, --stream or --sliding")
     targets.check_search(args)
     model, name, length = trained.model(args.folder, args.data, *trained.WRITERS, "encoder")
     pairs, labels = trained.kind(name) == trained.PAIRS, trained.kind(name) == trained.LABELS
     if labels:
-        alone = {"stepwise": 0, "stream": False, "sliding": 0, "beams": 0}
+        alone = {"stepwise": 0, "stream": False, "sliding": 0, "beams": 0, "segments": False}
         targets.refuse(args, alone, "requires a model that generates tokens; a classifier does not")
     elif pairs:
         targets.refuse(args, {"stepwise": 0}, "requires a decoder; an encoder-decoder generates token by token anyway")
         targets.refuse(
-            args, {"stream": False, "sliding": 0, "length": 0}, "requires a text; pairs are scored independently"
+            args,
+            {"stream": False, "sliding": 0, "length": 0, "segments": False},
+            "requires a text; pairs are scored independently",
         )
     else:
         targets.refuse(args, {"beams": 0}, f"requires pairs; {name} has no targets")
@@ -119,7 +128,8 @@ def run(args) -> int:
         return 0
     if args.stream or args.sliding:
         return _along(args, model, data)
-    result = _bits(model, data, args.split, args.batch or default_batch_size(data.length, data.vocab), args.examples)
+    batch = args.batch or default_batch_size(data.length, data.vocab)
+    result = _bits(model, data, args.split, batch, args.examples, args.segments)
     if args.stepwise:
         result["stepwise"] = _stepwise(model, data, args.split, args.stepwise)
     if args.json:
@@ -209,9 +219,14 @@ def _classified(args, model, data) -> int:
     return 0
 
 
-def _bits(model, data, split: str, batch: int, examples: int = 0) -> dict:
+def _bits(model, data, split: str, batch: int, examples: int = 0, segments: bool = False) -> dict:
     from .._utils.progress import track
+    from ..train import streaming_eval, tbptt
     from ..train.evaluate import total
+
+    if segments:
+        tbptt.check_segments(model.config)
+    sums_of = streaming_eval.apart if segments else total
 
     count = data.count(split)
     if not count:
@@ -222,7 +237,7 @@ def _bits(model, data, split: str, batch: int, examples: int = 0) -> dict:
     try:
         # Every parts-th example from the i-th on: at most ``batch`` of them, so that the bar can move after each call.
         for i in track(range(parts), parts, "batches"):
-            sums.append(total(model, data, split, batch, examples, i, parts).tolist())
+            sums.append(sums_of(model, data, split, batch, examples, i, parts).tolist())
     except KeyboardInterrupt as error:
         if not sums:
             raise

@@ -1,5 +1,7 @@
 """``longspan export``: export a trained decoder to ONNX."""
 
+from pathlib import Path
+
 from .parser import MODEL, Parser, make, model_help
 
 
@@ -8,7 +10,8 @@ def parser() -> Parser:
         "export",
         "Export a trained decoder to one ONNX graph for prefill and decode steps, with dynamic batch size and length. "
         "Each recurrent layer becomes one LinearAttention node. The file is written only after the outputs of "
-        "onnxruntime match those of the model.",
+        "onnxruntime match those of the model. The tokenizer of a model that has one is written next to it, as "
+        "NAME.tokenizer.json.",
         "longspan export runs/digits digits.onnx",
         "longspan export mnist mnist.onnx --domain ai.onnx",
     )
@@ -34,9 +37,14 @@ def run(args) -> int:
     if not isinstance(model, Decoder):
         raise ValueError(f"{args.folder} holds a {type(model).__name__}; only a decoder can be exported")
     found = onnx.export(model, args.file, domain=args.domain)
+    if model.tokenizer:
+        tokenizer = Path(args.file).with_suffix(".tokenizer.json")
+        checkpoint.write_text(tokenizer, model.tokenizer)
     recurrent = sum(count for name, count in found["nodes"].items() if name.endswith("LinearAttention"))
     print(f"{args.file}: {sum(found['nodes'].values())} nodes, {recurrent} of them LinearAttention")
     print(f"inputs   {', '.join(found['inputs'])}")
     print(f"outputs  {', '.join(found['outputs'])}")
+    if model.tokenizer:
+        print(f"tokenizer: {tokenizer}")
     print(f"largest difference between model and onnxruntime: {found['difference']:.1e}")
     return 0

@@ -1,6 +1,7 @@
 """``longspan generate``: images, text or target sequences from a trained model."""
 
 import codecs
+import itertools
 import math
 import sys
 import time
@@ -25,6 +26,7 @@ def parser() -> Parser:
         'longspan generate text --prompt "The prince " --temperature 0.7',
         "longspan generate runs/digits --out samples.png --count 64",
         'longspan generate runs/text --prompt "def " --tokens 500 --temperature 0.8',
+        'longspan generate runs/web --prompt "The state" --stop "<|endoftext|>"',
         'longspan generate runs/dates --source "3rd of March, 2021" --beams 4 --n-best 2',
         "longspan generate runs/dates --sources FILE",
     )
@@ -71,8 +73,15 @@ def parser() -> Parser:
         "--tokens",
         type=natural_int(),
         default=0,
-        help="text: bytes to generate; 0: 256, or as many as the model has positions for. Pairs: largest number of "
-        "tokens in a target; 0: as in training",
+        help="text: bytes, or tokens of the model's tokenizer, to generate; 0: 256, or as many as the model has "
+        "positions for. Pairs: largest number of tokens in a target; 0: as in training",
+    )
+    parser.add_argument(
+        "--stop",
+        type=str,
+        default="",
+        metavar="TOKEN",
+        help="text of a model with a tokenizer: end at this token, e.g. <|endoftext|>",
     )
     parser.add_argument("--source", type=str, default=None, metavar="TEXT", help="pairs: the source of one target")
     parser.add_argument(
@@ -119,8 +128,8 @@ def run(args) -> int:
         _text(model, args, options)
         return 0
     targets.refuse(args, targets.SEARCH, f"requires text or pairs; {name} has images, which are sampled")
-    if args.prompt or args.tokens:
-        raise ValueError(f"--prompt and --tokens require text; {name} has images, see --complete")
+    if args.prompt or args.tokens or args.stop:
+        raise ValueError(f"--prompt, --tokens and --stop require text; {name} has images, see --complete")
     _images(model, args, options, trained.dataset(model, name, length) if args.complete else shape)
     return 0
 
@@ -206,44 +215,113 @@ def _text(model, args, options) -> None:
 
     if args.complete or args.out:
         raise ValueError("--complete and --out require images; text continues --prompt and goes to standard output")
-    data = args.prompt.encode("utf-8", "surrogateescape")
+    coder = _Tokens(model.tokenizer) if model.tokenizer else _Bytes()
+    stop = coder.number(args.stop)
+    data = coder.encode(args.prompt)
     config = model.config
     room = config.length - len(data) if config.positions == "learned" else None
     steps = args.tokens or (256 if room is None else min(256, max(room, 1)))
     if room is not None and steps > room:
         raise ValueError(
-            f"a prompt of {len(data)} bytes and {steps} more exceed the model's {config.length} learned positions; "
-            "shorten the prompt, pass a smaller --tokens, or train with other positions"
+            f"a prompt of {len(data)} {coder.unit} and {steps} more exceed the model's {config.length} learned "
+            "positions; shorten the prompt, pass a smaller --tokens, or train with other positions"
         )
-    prompt = torch.frombuffer(bytearray(data), dtype=torch.uint8).long()[None] if data else None
+    prompt = torch.tensor([data]) if data else None
     if args.beams:
-        _searched(model, torch.zeros(1, 0, dtype=torch.long) if prompt is None else prompt, steps, args)
+        _searched(model, torch.zeros(1, 0, dtype=torch.long) if prompt is None else prompt, steps, args, coder, stop)
         return
-    # Invalid UTF-8 becomes replacement characters; the bytes of a character come in several steps.
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    tokens = generate(model, prompt, max_new_tokens=steps, **options, stream=True)
-    _write(decoder.decode(data))
+    tokens = generate(model, prompt, max_new_tokens=steps, stop=stop, **options, stream=True)
+    _write("".join(map(coder.step, data)))
     done = 0
     try:
         for token in tokens:
+            if int(token) == stop:
+                break
             done += 1
-            _write(decoder.decode(bytes(token.tolist())))
+            _write(coder.step(int(token)))
     except KeyboardInterrupt as error:
         # End the line, so that the message on stderr begins a new one.
-        _write(decoder.decode(b"", final=True) + "\n")
-        raise signals.with_text(error, f"interrupted after {done} of {steps} bytes") from error
-    _write(decoder.decode(b"", final=True) + "\n")
+        _write(coder.rest() + "\n")
+        raise signals.with_text(error, f"interrupted after {done} of {steps} {coder.unit}") from error
+    _write(coder.rest() + "\n")
 
 
-def _searched(model, prompt, steps: int, args) -> None:
+def _searched(model, prompt, steps: int, args, coder: "_Bytes | _Tokens", stop: int | None) -> None:
     """Print the prompt with the best continuations of a beam search; several are printed with their scores."""
     from ..generation.beam_search import beam_search
 
-    search = {"beams": args.beams, "best": args.n_best, "length_penalty": args.length_penalty}
+    search = {"beams": args.beams, "best": args.n_best, "length_penalty": args.length_penalty, "stop": stop}
     found = beam_search(model, prompt, max_new_tokens=steps, **search)
     for tokens, score in zip(found.tokens[0].tolist(), found.scores[0].tolist(), strict=True):
-        text = bytes([*prompt[0].tolist(), *tokens]).decode("utf-8", "replace")
-        _write(f"{score:.4f}\t" * (args.n_best > 1) + text + "\n")
+        kept = itertools.takewhile(lambda token: token != stop, tokens)
+        _write(f"{score:.4f}\t" * (args.n_best > 1) + coder.decode([*prompt[0].tolist(), *kept]) + "\n")
+
+
+class _Bytes:
+    """The text of a model of bytes. Invalid UTF-8 becomes replacement characters."""
+
+    unit = "bytes"
+
+    def __init__(self):
+        # The bytes of a character come in several steps.
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8", "surrogateescape"))
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode("utf-8", "replace")
+
+    def step(self, token: int) -> str:
+        """The text that a further token completes."""
+        return self.decoder.decode(bytes([token]))
+
+    def rest(self) -> str:
+        """The text of an incomplete character."""
+        return self.decoder.decode(b"", final=True)
+
+    def number(self, stop: str) -> int | None:
+        """The token to stop at. Raises ValueError for one that the model cannot have."""
+        if stop:
+            raise ValueError(f"--stop {stop!r} requires a model with a tokenizer; this one generates bytes")
+        return None
+
+
+class _Tokens:
+    """The text of a model of tokens of a tokenizer; methods as those of ``_Bytes``."""
+
+    unit = "tokens"
+
+    def __init__(self, content: str):
+        from ..data import tokenization
+
+        self.tokenizer = tokenization.parsed(content)
+        from tokenizers.decoders import DecodeStream
+
+        self.stream = DecodeStream(skip_special_tokens=False)
+        self.tokens: list[int] = []
+        self.written = ""
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, tokens: list[int]) -> str:
+        return self.tokenizer.decode(tokens, skip_special_tokens=False)
+
+    def step(self, token: int) -> str:
+        self.tokens.append(token)
+        text = self.stream.step(self.tokenizer, token) or ""
+        self.written += text
+        return text
+
+    def rest(self) -> str:
+        whole = self.decode(self.tokens)
+        return whole[len(self.written) :] if whole.startswith(self.written) else ""
+
+    def number(self, stop: str) -> int | None:
+        from ..data import tokenization
+
+        return tokenization.end_of(self.tokenizer, stop)
 
 
 def _write(text: str) -> None:

@@ -13,7 +13,7 @@ from .parser import kebab
 BATCH = 32  # sources decoded together
 DRAWS = {"temperature": None, "top_k": 0, "top_p": 1.0, "seed": 0}
 IMAGES = {"out": "", "count": 64, "complete": "", "top": 0.5}
-TEXT = {"prompt": ""}
+TEXT = {"prompt": "", "stop": ""}
 SEARCH = {"beams": 0, "n_best": 1, "length_penalty": 0.0}
 SOURCES = {"source": None, "sources": ""}
 

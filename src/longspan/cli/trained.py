@@ -5,15 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from .._utils.spec import known
-from ..data import Dataset, load
+from ..data import Dataset, Tokens, load, tokens
 from ..models import checkpoint, pretrained
 
-# Kind of data -> image shape and number of levels, to sample on a machine that does not have the data.
+# Kind of data -> image shape and number of levels (0: the model's), to sample on a machine without the data.
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
     "digits": ((8, 8), 17),
     "mnist": ((28, 28), 256),
     "cifar10": ((32, 32, 3), 256),
     "text": ((), 256),
+    "tokens": ((), 0),
 }
 PAIRS, LABELS = "pairs", "labels"
 # Kind of data -> kind of model that reads it; a decoder reads all others.
@@ -48,7 +49,10 @@ def model(folder: str, data: str, *kinds: str) -> tuple[Any, str, int]:
     name = data or run.get("data", "")
     if not name:
         raise ValueError(f"{folder} does not record its training data; pass --data, e.g. --data digits")
-    length = run.get("length", 0) if kind(name) == kind(run.get("data", "text")) else 0
+    # A model of tokens reads a text by its tokenizer.
+    alike = {"tokens": "text"}
+    before, now = (kind(one) for one in (run.get("data", "text"), name))
+    length = run.get("length", 0) if alike.get(before, before) == alike.get(now, now) else 0
     if READERS.get(kind(name), "decoder") != header["kind"]:
         reads = {"seq2seq": "pairs:FILE", "encoder": "labels:FILE"}
         needed = reads.get(header["kind"], "images or text")
@@ -91,12 +95,20 @@ def dataset(model: Any, name: str, length: int) -> Any:
     """Load a data set for a model. Raises ValueError if the data cannot be loaded or do not fit the model."""
     if name == "text":
         raise ValueError("the training text of this model is not part of longspan; pass --data text:FILE")
+    tokenizer = getattr(model, "tokenizer", "")
     try:
-        found = load(name, length)
+        if tokenizer and kind(name) == "text":
+            found = tokens.encoded(tokenizer, name.partition(":")[2], length)
+        else:
+            found = load(name, length)
     except ValueError as error:
         if name not in DOWNLOADED:
             raise
         raise ValueError(f"{error}; if you have its files, pass --data {name}:FOLDER") from error
+    if isinstance(found, Tokens) and tokenizer and found.tokenizer != tokenizer:
+        raise ValueError(
+            f"{name} has tokens of another tokenizer than the model; encode its text with that of the model"
+        )
     _fits(model, name, found.vocab, found.length)
     if kind(name) == LABELS:
         found = found.renumbered(model.config.labels.split())
@@ -106,6 +118,7 @@ def dataset(model: Any, name: str, length: int) -> Any:
 def shape(model: Any, name: str) -> Dataset:
     """A data set without examples, enough to sample images. Raises ValueError if it does not fit the model."""
     grid, vocab = SHAPES[kind(name)]
+    vocab = model.config.vocab if getattr(model, "tokenizer", "") else vocab or model.config.vocab
     length = math.prod(grid) if grid else 0
     _fits(model, name, vocab, length)
     return Dataset(name, vocab, length, grid, "dim" if grid else "byte", "", {}, {})

@@ -14,8 +14,8 @@ from torch import Tensor
 from .._utils import atomic_io
 from .._utils.cache_dirs import expanded
 from .._utils.spec import known
-from . import token_shards
-from .dataset import check_indices
+from . import text, token_shards, tokenization
+from .dataset import check_indices, sha256
 
 HELD = 2**24  # largest number of tokens of a held-out part
 SPLITS = ("train", "validation", "test")
@@ -123,13 +123,56 @@ def load(source: str, length: int) -> Tokens:
     shards = [_mapped(folder / one["name"], dtype, "r") for one in index["shards"]]
     ends = list(itertools.accumulate(one["tokens"] for one in index["shards"]))
     # Copy-on-write, because PyTorch warns of arrays that cannot be written.
+    # Copy-on-write, because PyTorch warns of arrays that cannot be written.
     starts = torch.from_numpy(_mapped(folder / token_shards.DOCUMENTS, np.dtype("<i8"), "c"))
-    parts, splits, documents = (total - 2 * held, held, held), {}, {}
+    splits, documents = _split(shards, ends, starts, held)
+    tokenizer = atomic_io.read_text(folder / token_shards.TOKENIZER)
+    return Tokens(f"tokens:{source}", index["vocab"], length, index["sha256"], tokenizer, splits, documents)
+
+
+def encoded(tokenizer: str, source: str, length: int) -> Tokens:
+    """Encode a text with a model's tokenizer, in memory, with the splits of ``load``.
+
+    Args:
+        tokenizer: content of the tokenizer's file.
+        source: as in ``text.load``; each file is a document.
+        length: tokens per window; 0: 256.
+
+    Raises:
+        ValueError: for a text that cannot be read, is not UTF-8 or is too short.
+        ImportError: without ``tokenizers``.
+    """
+    length, made = length or 256, tokenization.parsed(tokenizer)
+    made.no_truncation()
+    parts = []
+    for content in text.documents_of(source):
+        try:
+            parts.append(made.encode(content.decode(), add_special_tokens=False).ids)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"text:{source} is not UTF-8: {error}") from error
+    found = np.array(list(itertools.chain.from_iterable(parts)), np.int64)
+    held = len(found) // 20
+    if held < length:
+        raise ValueError(
+            f"text:{source} has {len(found):,} tokens; windows of {length} need at least {20 * length:,}, so that each "
+            "held-out part (5 %) has one; pass a smaller length or a longer text"
+        )
+    starts = torch.tensor([0, *itertools.accumulate(map(len, parts))])[:-1].unique()
+    splits, documents = _split([found], [len(found)], starts, min(held, HELD))
+    vocab = tokenization.vocab_of(made)
+    return Tokens(f"text:{source}", vocab, length, sha256([found.view(np.uint8)]), tokenizer, splits, documents)
+
+
+def _split(
+    shards: list[np.ndarray], ends: list[int], starts: Tensor, held: int
+) -> tuple[dict[str, MappedTokens], dict[str, Tensor]]:
+    """The splits of a stream and the documents of each; the last ``held`` tokens are for the test, as many before."""
+    parts = (ends[-1] - 2 * held, held, held)
+    splits, documents = {}, {}
     for split, begin, size in zip(SPLITS, itertools.accumulate((0, *parts[:-1])), parts, strict=True):
         splits[split] = MappedTokens(shards, ends, begin, size)
         documents[split] = _inside(starts, begin, begin + size)
-    text = atomic_io.read_text(folder / token_shards.TOKENIZER)
-    return Tokens(f"tokens:{source}", index["vocab"], length, index["sha256"], text, splits, documents)
+    return splits, documents
 
 
 def _inside(starts: Tensor, begin: int, end: int) -> Tensor:

@@ -13,6 +13,7 @@ from ..._utils import model_memory
 from ...models import checkpoint, pretrained
 from ...models.decoder import Decoder
 from ...models.likelihood import Categorical
+from .byte_tokens import tokenizer_of
 from .cache import NAME, LongspanCache
 from .config import LongspanConfig
 from .loading import StrictLoading
@@ -115,6 +116,18 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
                 f"peft's merge_and_unload()"
             )
         checkpoint.save(self.decoder, folder, extra={"run": self.config.run} if self.config.run else None)
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike, is_main_process: bool = True, *args: Any, **kwargs: Any
+    ) -> None:
+        """Write the model as transformers does, and the files of its tokenizer if the decoder has one.
+
+        ``push_to_hub`` of the model uploads both. Arguments and errors are those of transformers.
+        """
+        if self.decoder.tokenizer and is_main_process:
+            made = tokenizer_of(self.decoder.tokenizer, self.decoder.config.vocab)
+            made.save_pretrained(save_directory)
+        super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def forward(
         self,
