@@ -27,6 +27,9 @@ def parser() -> Parser:
     )
     parser.add_argument("folder", type=str, metavar=MODEL, help=HELP)
     parser.add_argument(
+        "--ema", action="store_true", help="take the moving average of the weights, which training with run.ema keeps"
+    )
+    parser.add_argument(
         "--data",
         type=str,
         default="",
@@ -105,7 +108,7 @@ def run(args) -> int:
     if args.segments and (args.stepwise or args.stream or args.sliding):
         raise ValueError("--segments cannot be combined with --stepwise, --stream or --sliding")
     targets.check_search(args)
-    model, name, length = trained.model(args.folder, args.data, *trained.WRITERS, "encoder")
+    model, name, length = trained.model(args.folder, args.data, *trained.WRITERS, "encoder", ema=args.ema)
     pairs, labels = trained.kind(name) == trained.PAIRS, trained.kind(name) == trained.LABELS
     if labels:
         alone = {"stepwise": 0, "stream": False, "sliding": 0, "beams": 0, "segments": False}

@@ -32,6 +32,9 @@ def parser() -> Parser:
     )
     parser.add_argument("folder", type=str, metavar=MODEL, help=HELP)
     parser.add_argument(
+        "--ema", action="store_true", help="take the moving average of the weights, which training with run.ema keeps"
+    )
+    parser.add_argument(
         "--data",
         type=str,
         default="",
@@ -113,7 +116,7 @@ def parser() -> Parser:
 def run(args) -> int:
     from . import targets, trained
 
-    model, name, length = trained.model(args.folder, args.data)
+    model, name, length = trained.model(args.folder, args.data, ema=args.ema)
     if trained.kind(name) == trained.PAIRS:
         targets.write(model, name, length, args)
         return 0

@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .._utils.spec import known
 from ..data import Dataset, Tokens, load, tokens
@@ -24,13 +24,14 @@ WRITERS, TRANSCRIBER = ("decoder", "seq2seq"), "transcriber"
 DOWNLOADED = ("mnist", "cifar10")
 
 
-def model(folder: str, data: str, *kinds: str) -> tuple[Any, str, int]:
+def model(folder: str, data: str, *kinds: str, ema: bool = False) -> tuple[Any, str, int]:
     """Load a trained model and look up its data.
 
     Args:
         folder: a run directory, a checkpoint directory, or a pretrained model.
         data: a data set that replaces the one of the training; "": that one.
         kinds: accepted kinds of models; by default decoders and encoder-decoders.
+        ema: take the average of the weights, which training with ``run.ema`` keeps.
 
     Returns:
         The model in eval mode, the name of its data set, and the length of an example in tokens: exact for a text,
@@ -38,7 +39,7 @@ def model(folder: str, data: str, *kinds: str) -> tuple[Any, str, int]:
 
     Raises:
         ValueError: for a folder without a checkpoint, a model of another kind, a checkpoint that does not record its
-            data, and data that the model cannot read.
+            data, data that the model cannot read, and a checkpoint without an average.
     """
     path, header = _header(folder, *(kinds or WRITERS))
     if header["kind"] == "encoder" and not header["config"].get("labels"):
@@ -60,7 +61,12 @@ def model(folder: str, data: str, *kinds: str) -> tuple[Any, str, int]:
         raise ValueError(
             f"{folder} holds {article} {header['kind']}, which cannot read {name}; pass --data with {needed}"
         )
-    return pretrained.load(folder) if pretrained.is_pretrained_name(folder) else checkpoint.load(path), name, length
+    found = pretrained.load(folder) if pretrained.is_pretrained_name(folder) else checkpoint.load(path)
+    if ema:
+        from ..train.average import load_average
+
+        load_average(found, path)
+    return found, name, length
 
 
 def transcriber(folder: str) -> Any:
@@ -95,7 +101,7 @@ def dataset(model: Any, name: str, length: int) -> Any:
     """Load a data set for a model. Raises ValueError if the data cannot be loaded or do not fit the model."""
     if name == "text":
         raise ValueError("the training text of this model is not part of longspan; pass --data text:FILE")
-    tokenizer = getattr(model, "tokenizer", "")
+    tokenizer, found = getattr(model, "tokenizer", ""), cast(Any, None)
     try:
         if tokenizer and kind(name) == "text":
             found = tokens.encoded(tokenizer, name.partition(":")[2], length)

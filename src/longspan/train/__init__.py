@@ -5,7 +5,7 @@
 | ``config.yaml`` | the model and the run as a recipe, accepted by ``longspan train --config`` |
 | ``metrics.csv`` | one row every 10 steps and at each evaluation |
 | ``learned.jsonl`` | learned spans and ponder times, one line per evaluation |
-| ``tensorboard/`` | the metrics for TensorBoard |
+| ``tensorboard/`` | the metrics for TensorBoard, with ``logger="tensorboard"`` |
 | ``checkpoints/step-00000100/`` | a checkpoint |
 | ``checkpoints/last``, ``checkpoints/best`` | names of the last and the best checkpoint (lowest validation bits) |
 
@@ -25,6 +25,7 @@ import yaml
 from .. import data
 from .._utils import model_memory as weights
 from .._utils import signals
+from .._utils.optional_deps import need
 from ..attention.specs import parts
 from ..data import Dataset, Labeled, Pairs, Tokens
 from ..models import checkpoint
@@ -224,6 +225,12 @@ def _check(config: Any, run: TrainConfig, dataset: Dataset | Tokens | Pairs | La
             f"penalty={run.penalty} weighs auxiliary losses of mechanisms, but {', '.join(kinds)} has none; "
             "pass penalty=0"
         )
+    if run.logger == "wandb":
+        need("the logger of Weights & Biases", "wandb")
+    if run.peak_tflops and type(config) is not DecoderConfig:
+        raise ValueError(f"peak_tflops={run.peak_tflops} is for the column mfu, which only a decoder has; pass 0")
+    if run.compile and config.stack == "reversible":
+        raise ValueError("compile=True has no effect on stack='reversible', which calls parts of blocks; pass False")
     if run.stream and isinstance(config, DecoderConfig):
         tbptt.check(config)
         if config.checkpointing:

@@ -8,8 +8,9 @@ from .._utils.spec import known
 from .._utils.typecheck import check_fields, format_value
 
 OPTIMIZERS = ("adamw", "radam")
-SCHEDULES = ("cosine", "constant", "drop")
+SCHEDULES = ("cosine", "constant", "drop", "wsd")
 PRECISIONS = ("32", "bf16")
+LOGGERS = ("tensorboard", "csv", "wandb")
 # The largest values of some fields, and of all other numbers.
 HIGHEST = {"batch": 1_000_000, "targets": 1_000_000, "devices": 10_000, "learning_rate": 1e19, "seed": 2**63 - 1}
 MANY = 10**9
@@ -41,14 +42,21 @@ class TrainConfig:
     """micro-batches per step (gradient accumulation)"""
     optimizer: str = "adamw"
     """optimizer: adamw | radam"""
+    fused: bool = False
+    """with adamw: PyTorch's fused kernel, one for all weights"""
     learning_rate: float = 1e-3
     """peak learning rate"""
     schedule: str = "cosine"
-    """learning rate after warm-up: cosine (to 0 at the last step) | constant | drop (to a tenth after drop_at steps)"""
+    """learning rate after warm-up: cosine (to 0 at the last step) | constant | drop (to a tenth after drop_at steps) |
+    wsd (constant, then linearly to 0 in the last steps: warm-up, stable, decay)"""
     warmup: int = 0
     """steps of linear warm-up"""
     drop_at: int = 0
     """step at which schedule=drop lowers the learning rate"""
+    decay: int = 0
+    """steps of the decay of schedule=wsd; 0: a tenth of all steps"""
+    final: float = 0.0
+    """learning rate to which cosine and wsd fall, as a share of the peak"""
     weight_decay: float = 0.0
     """decoupled weight decay of matrices; not applied to biases, gains, decays, embeddings and position tables"""
     penalty: float = 0.0
@@ -60,8 +68,21 @@ class TrainConfig:
     """tokens predicted per position; those after the next one have training-only heads and weight 0.5"""
     clip: float = 1.0
     """largest gradient norm; 0: no clipping"""
+    skip_nonfinite: int = 0
+    """largest number of steps in a row that are skipped because their gradient is not finite: weights and optimizer
+    stay, and the column skipped counts them. One more ends the training; 0: the first one does"""
+    ema: float = 0.0
+    """decay per step of an exponential moving average of the weights, such as 0.999. Checkpoints keep it for longspan
+    eval --ema and longspan generate --ema; 0: none"""
     precision: str = "32"
     """precision: 32 | bf16 (autocast; weights, loss and evaluation stay in 32 bits)"""
+    compile: bool = False
+    """compile each block with torch.compile"""
+    peak_tflops: float = 0.0
+    """peak of one device in TFLOP/s, for the column mfu (model FLOPs utilization of a decoder): the share of it that
+    products with weights reach. 0: that of the data sheet for known GPUs with precision=bf16, else no column"""
+    logger: str = "tensorboard"
+    """where metrics go besides metrics.csv: tensorboard | csv (nowhere else) | wandb (Weights & Biases)"""
     seed: int = 0
     """seed of initial weights, order of examples and dropout"""
     evaluate_every: int = 200
@@ -87,6 +108,11 @@ class TrainConfig:
             "length",
             "warmup",
             "drop_at",
+            "decay",
+            "final",
+            "skip_nonfinite",
+            "ema",
+            "peak_tflops",
             "weight_decay",
             "penalty",
             "clip",
@@ -101,7 +127,12 @@ class TrainConfig:
             if isinstance(value, int | float):
                 _require(value <= high, f"{field.name}={format_value(value)} must be at most {high}")
         _require(self.learning_rate > 0, f"learning_rate={self.learning_rate} must be positive")
-        for name, choices in (("optimizer", OPTIMIZERS), ("schedule", SCHEDULES), ("precision", PRECISIONS)):
+        for name, choices in (
+            ("optimizer", OPTIMIZERS),
+            ("schedule", SCHEDULES),
+            ("precision", PRECISIONS),
+            ("logger", LOGGERS),
+        ):
             known(getattr(self, name), dict.fromkeys(choices), name)
         _require(
             not (self.segments and self.stream),
@@ -113,6 +144,16 @@ class TrainConfig:
             )
         else:
             _require(self.drop_at == 0, f"drop_at={self.drop_at} requires schedule='drop', not {self.schedule!r}")
+        _require(
+            not self.fused or self.optimizer == "adamw",
+            f"fused=True requires optimizer='adamw', not {self.optimizer!r}",
+        )
+        _require(self.ema < 1, f"ema={self.ema} must be below 1")
+        _require(self.final <= 1, f"final={self.final} must be at most 1, a share of learning_rate")
+        if self.schedule not in ("cosine", "wsd"):
+            _require(self.final == 0, f"final={self.final} requires schedule='cosine' or 'wsd', not {self.schedule!r}")
+        if self.schedule != "wsd":
+            _require(self.decay == 0, f"decay={self.decay} requires schedule='wsd', not {self.schedule!r}")
         for name in ("out", "data"):
             _require(
                 "\0" not in getattr(self, name), f"{name}={getattr(self, name)!r} contains a NUL, which a path cannot"
@@ -129,7 +170,8 @@ def rate(run: TrainConfig, step: int) -> float:
 
     References:
         Cosine: Loshchilov and Hutter, 1608.03983, equation 5, one period. Drop: the linear transformer's 1e-3, then
-        1e-4 (Katharopoulos et al., 2006.16236, section 4.1).
+        1e-4 (Katharopoulos et al., 2006.16236, section 4.1). Warm-up, stable, decay: Hu et al., 2404.06395, section 4;
+        linear decay: Hägele et al., 2405.18392.
 
     >>> [rate(TrainConfig(steps=4, warmup=2, learning_rate=1.0, schedule="constant"), step) for step in range(4)]
     [0.5, 1.0, 1.0, 1.0]
@@ -139,9 +181,13 @@ def rate(run: TrainConfig, step: int) -> float:
     match run.schedule:
         case "cosine":
             part = min(1.0, (step - run.warmup) / max(1, run.steps - run.warmup))
-            return run.learning_rate * (1 + math.cos(math.pi * part)) / 2
+            return run.learning_rate * (run.final + (1 - run.final) * (1 + math.cos(math.pi * part)) / 2)
         case "drop":
             return run.learning_rate * (0.1 if step >= run.drop_at else 1.0)
+        case "wsd":
+            last = min(run.decay or max(1, run.steps // 10), max(1, run.steps - run.warmup))
+            part = min(1.0, max(0.0, (step - run.steps + last) / last))
+            return run.learning_rate * (1 - (1 - run.final) * part)
     return run.learning_rate
 
 

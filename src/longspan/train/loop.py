@@ -8,6 +8,7 @@ import shutil
 import signal
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,12 +20,17 @@ from torch import Tensor, nn
 
 from .._utils import atomic_io, signals
 from ..models import checkpoint as checkpoints
+from ..models.decoder import Decoder
+from ..models.stacks import Stack
+from . import loggers
 from . import run_dir as runs
+from .average import ENTRY, Average
 from .config import TrainConfig, rate, step_seed
 from .groups import parameter_groups
 from .learned import Diary, scalars, summary
 from .objectives import Objective
-from .report import EVERY, Bar, Clock, Events, Table
+from .report import EVERY, Bar, Clock, Table
+from .speed import flops_per_token, peak_of
 
 # Lightning 2.6 on torch 2.13; each is a regular expression for the beginning of a message.
 REMARKS = ((r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning),)
@@ -55,6 +61,9 @@ class Task(LightningModule):
         self.best, self.evaluated, self.best_step = math.inf, 0, 0
         self.parts: list[dict[str, Tensor]] = []
         self.norm = math.nan
+        self.average = Average(run.ema) if run.ema else None
+        # Steps without an update: all, and those in a row up to now.
+        self.skipped = self.skipped_in_row = 0
 
     def train_dataloader(self) -> Batches:
         return Batches(self.objective, self.micro, self.global_rank, self.trainer.world_size)
@@ -77,7 +86,8 @@ class Task(LightningModule):
         groups = parameter_groups(self, self.run.weight_decay)
         if self.run.optimizer == "radam":
             return torch.optim.RAdam(groups, lr=self.run.learning_rate, decoupled_weight_decay=True)
-        return torch.optim.AdamW(groups, lr=self.run.learning_rate, betas=(0.9, 0.95))
+        fused = {"fused": True} if self.run.fused else {}
+        return torch.optim.AdamW(groups, lr=self.run.learning_rate, betas=(0.9, 0.95), **fused)
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         # The gradient is the mean over ranks, so all of them stop here together.
@@ -86,16 +96,31 @@ class Task(LightningModule):
         if not math.isfinite(self.norm):
             loss = float(self.means()["loss"])
             what = f"the gradient's norm became {self.norm}" if math.isfinite(loss) else f"the loss became {loss}"
-            raise ValueError(self.broken(what))
+            if self.skipped_in_row >= self.run.skip_nonfinite:
+                raise ValueError(self.broken(what))
+            # Optimizers leave alone what has no gradient.
+            for parameter in self.parameters():
+                parameter.grad = None
+            self.skipped, self.skipped_in_row = self.skipped + 1, self.skipped_in_row + 1
+        else:
+            self.skipped_in_row = 0
         for group in optimizer.param_groups:
             group["lr"] = rate(self.run, self.trainer.global_step)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["longspan"] = {name: getattr(self, name) for name in KEPT}
+        if self.run.skip_nonfinite:
+            checkpoint["skipped"] = [self.skipped, self.skipped_in_row]
+        if self.average:
+            checkpoint[ENTRY] = self.average.values
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         for name, value in checkpoint["longspan"].items():
             setattr(self, name, value)
+
+        self.skipped, self.skipped_in_row = checkpoint.get("skipped", (0, 0))
+        if self.average:
+            self.average.values = checkpoint[ENTRY]
 
     def broken(self, what: str) -> str:
         return (
@@ -141,12 +166,16 @@ class Keeper(Callback):
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         run, step = self.run, trainer.global_step
         self.clock = Clock(run.batch * run.accumulate * trainer.world_size * task.objective.tokens)
+        peak = peak_of(run) * 1e12 * trainer.world_size
+        # Share of the peak at one token per second; None where the peak is unknown.
+        self.share = flops_per_token(task.model) / peak if peak and isinstance(task.model, Decoder) else None
         # Lightning has installed its signal handlers by now; its SIGTERM would end the run without a checkpoint.
         self.interrupt.take()
         if trainer.is_global_zero:
             self.table = Table(Path(run.out) / "metrics.csv", step)
             self.diary = Diary(Path(run.out), step)
-            self.events = self.opened.enter_context(contextlib.closing(Events(Path(run.out) / "tensorboard", step)))
+            logger = loggers.build(run, step, {"model": task.model.config.to_dict(), "run": asdict(run)})
+            self.events = self.opened.enter_context(contextlib.closing(logger))
             self._point(task.best_step, step)
         if self.bar:
             self.bar.start(step)
@@ -163,10 +192,18 @@ class Keeper(Callback):
         run, step, speed = self.run, trainer.global_step, self.clock.lap()
         parts, pressed, late = self._agree(trainer, task)
         # An infinite loss can have a finite gradient: that of a term that does not depend on the weights.
-        if not math.isfinite(loss := parts["loss"]):
+        if not math.isfinite(loss := parts["loss"]) and not task.skipped_in_row:
             raise ValueError(task.broken(f"the loss became {loss}"))
-        task.objective.update(task.model)
-        self.window.append(parts)
+        self.names = tuple(parts)
+        if task.skipped_in_row:
+            task.objective.skip(task.model)
+            if self.bar:
+                self.bar.line(f"step {step}: skipped, its gradient is not finite; {task.skipped} skipped so far")
+        else:
+            task.objective.update(task.model)
+            self.window.append(parts)
+            if task.average:
+                task.average.update(task.model, step)
         last = step >= run.steps
         if self.bar:
             recent = self._recent()
@@ -192,6 +229,8 @@ class Keeper(Callback):
 
     def _recent(self) -> dict[str, float]:
         """Mean parts of the loss since the last report."""
+        if not self.window:  # all steps were skipped
+            return dict.fromkeys(self.names, math.nan)
         return {name: sum(parts[name] for parts in self.window) / len(self.window) for name in self.window[0]}
 
     def _agree(self, trainer: Trainer, task: Task) -> tuple[dict[str, float], bool, bool]:
@@ -225,6 +264,8 @@ class Keeper(Callback):
         step, bits = trainer.global_step, parts["loss"] / math.log(2)
         row = {"loss": parts["loss"], "bits": bits, "learning_rate": rate(self.run, step - 1)}
         row |= {"gradient_norm": task.norm, "tokens_per_second": speed, "seconds": self.clock.seconds}
+        row |= {"mfu": self.share * speed} if self.share else {}
+        row |= {"skipped": task.skipped} if self.run.skip_nonfinite else {}
         row |= parts | {f"validation_{name}": value for name, value in (evaluated or {}).items()}
         chosen = {} if evaluated is None else task.objective.learned(task.model)
         row |= summary(chosen)
@@ -317,6 +358,9 @@ def train(
     """Train ``model`` in place, from the checkpoint ``start`` if there is one; ``extra`` goes into each config.json."""
     gpu = torch.cuda.is_available()
     distributed = DDPStrategy(process_group_backend="nccl" if gpu else "gloo")
+    if run.compile:
+        for block in blocks_of(model):
+            block.compile()
     with quiet(), Interrupt(bar.line if bar else lambda text: None) as interrupt:
         keeper = Keeper(run, interrupt, bar)
         trainer = Trainer(
@@ -350,6 +394,11 @@ def train(
         # A signal to another process of this training stops all of them.
         number = interrupt.came[0] if interrupt.came else signal.SIGTERM if why == "interrupted" else 0
         return End(trainer.global_step, why, number, trainer.is_global_zero)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The blocks of all stacks of a model."""
+    return [block for module in model.modules() if isinstance(module, Stack) for block in module.blocks]
 
 
 @contextlib.contextmanager

@@ -121,6 +121,10 @@ class Objective(nn.Module, ABC):
             self.attentions(model)[layer].update({"statistics": statistics})
         self.statistics.clear()
 
+    def skip(self, model: Any) -> None:
+        """After a step without an update, because its gradient was not finite: drop what its micro-batches left."""
+        self.statistics.clear()
+
     def weighed(self, loss: Tensor, nats: Tensor, records: list[dict[str, Any]], rewards: Tensor) -> Loss:
         """Add the weighted penalties in ``records`` to the loss; ``nats`` () is the reported loss.
 
@@ -254,6 +258,12 @@ class Streams(NextToken):
         assert state is not None
         self.carry.end(state)
         return outputs, stretch.targets, stretch.segments
+
+    def skip(self, model: Any) -> None:
+        super().skip(model)
+        # A state that is not finite would stay so; rows begin anew.
+        if self.carry is not None and not self.carry.finite():
+            self.carry.state = None
 
     def get_extra_state(self) -> dict[str, list[Tensor]]:
         """The states of all rows, for the checkpoint; every rank must call."""

@@ -30,7 +30,9 @@ COLUMNS: tuple[str, ...] = (
     "ponder",
     "learning_rate",
     "gradient_norm",
+    "skipped",
     "tokens_per_second",
+    "mfu",
     "seconds",
 )
 EVERY = 10

@@ -16,7 +16,7 @@ from .config import TrainConfig
 
 CONFIG, LOCK = "config.yaml", ".lock"
 # A resumed run may change these fields: they determine where and how long, not what.
-FREE = ("steps", "devices", "out", "seconds", "save_every", "keep")
+FREE = ("steps", "devices", "out", "seconds", "save_every", "keep", "logger", "peak_tflops")
 # With streams the number of rows depends on the devices, and each row has a state.
 FREE_OF_STREAMS = tuple(name for name in FREE if name != "devices")
 

@@ -36,6 +36,16 @@ class Carry:
         """Store the state at the end of a micro-batch."""
         self.state = detach(state)
 
+    def finite(self) -> bool:
+        """Whether no number of the state is NaN or, where states never hold it, infinite."""
+        new = pytree.tree_leaves(first(self.model, self.batch))
+        own = pytree.tree_leaves(self.state)
+        # Some states begin with -inf, such as running maxima.
+        return not any(
+            bool(leaf.isnan().any() or (leaf.isinf().any() and not start.isinf().any()))
+            for leaf, start in zip(own, new, strict=True)
+        )
+
     def leaves(self, world: int = 1) -> list[Tensor]:
         """The tensors of the state, with the rows of all ranks in the order of ``row_windows``; all ranks must call."""
         found = [leaf.contiguous() for leaf in pytree.tree_leaves(self.state)]
