@@ -280,9 +280,9 @@ class TestAtOnce:
         os.rename(folder, folder.with_name(f".a.{1:016x}.old"))
         opened = sealed_dir.opened
 
-        def late(path, *names):
+        def late(path, *names, **options):
             checkpoint.save(decoder(1), folder)
-            return opened(path, *names)
+            return opened(path, *names, **options)
 
         monkeypatch.setattr(sealed_dir, "opened", late)
         assert checkpoint.read_config(checkpoint.resolve(folder))["kind"] == "decoder"
@@ -312,11 +312,11 @@ class TestAtOnce:
         name = {"found": "there", "opened": "opened"}[when]
         before = getattr(sealed_dir, name)
 
-        def late(path, *names):
+        def late(path, *names, **options):
             if path.name == "step-1":
                 (at / "best").write_text("step-2\n")
                 atomic_io.remove(at / "step-1")
-            return before(path, *names)
+            return before(path, *names, **options)
 
         monkeypatch.setattr(sealed_dir, name, late)
         assert same(checkpoint.load(tmp_path / "run"), decoder(2))

@@ -233,7 +233,8 @@ def _text(model, args, options) -> None:
     if args.beams:
         _searched(model, torch.zeros(1, 0, dtype=torch.long) if prompt is None else prompt, steps, args, coder, stop)
         return
-    tokens = generate(model, prompt, max_new_tokens=steps, stop=stop, **options, stream=True)
+    ending = {} if stop is None else {"stop": stop}
+    tokens = generate(model, prompt, max_new_tokens=steps, **ending, **options, stream=True)
     _write("".join(map(coder.step, data)))
     done = 0
     try:
