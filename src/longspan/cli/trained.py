@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from .._utils.spec import known
-from ..data import Dataset, Tokens, load, tokens
+from ..data import Dataset, Labeled, Tokens, load, tokens
 from ..models import checkpoint, pretrained
 
 # Kind of data -> image shape and number of levels (0: the model's), to sample on a machine without the data.
@@ -101,7 +101,7 @@ def dataset(model: Any, name: str, length: int) -> Any:
     """Load a data set for a model. Raises ValueError if the data cannot be loaded or do not fit the model."""
     if name == "text":
         raise ValueError("the training text of this model is not part of longspan; pass --data text:FILE")
-    tokenizer, found = getattr(model, "tokenizer", ""), cast(Any, None)
+    tokenizer = getattr(model, "tokenizer", "")
     try:
         if tokenizer and kind(name) == "text":
             found = tokens.encoded(tokenizer, name.partition(":")[2], length)
@@ -117,7 +117,7 @@ def dataset(model: Any, name: str, length: int) -> Any:
         )
     _fits(model, name, found.vocab, found.length)
     if kind(name) == LABELS:
-        found = found.renumbered(model.config.labels.split())
+        found = cast(Labeled, found).renumbered(model.config.labels.split())
     return found
 
 

@@ -39,9 +39,9 @@ class Average:
                 )
             self.values = {name: parameter.float().clone() for name, parameter in own.items()}
         decay = min(self.decay, step / (step + 9))
-        # After a resume the tensors of the checkpoint are on the CPU.
-        self.values = {name: value.to(own[name].device) for name, value in self.values.items()}
-        torch._foreach_lerp_([*self.values.values()], [own[name].float() for name in self.values], 1 - decay)
+        for name, parameter in own.items():
+            # After a resume the tensors of the checkpoint are on the CPU.
+            self.values[name] = self.values[name].to(parameter.device).lerp_(parameter.float(), 1 - decay)
 
 
 def load_average(model: nn.Module, folder: str | Path) -> None:

@@ -174,7 +174,8 @@ class Keeper(Callback):
         if trainer.is_global_zero:
             self.table = Table(Path(run.out) / "metrics.csv", step)
             self.diary = Diary(Path(run.out), step)
-            logger = loggers.build(run, step, {"model": task.model.config.to_dict(), "run": asdict(run)})
+            model: Any = task.model
+            logger = loggers.build(run, step, {"model": model.config.to_dict(), "run": asdict(run)})
             self.events = self.opened.enter_context(contextlib.closing(logger))
             self._point(task.best_step, step)
         if self.bar:
