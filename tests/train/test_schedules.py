@@ -236,6 +236,8 @@ def test_each_block_is_compiled(tmp_path, monkeypatch):
 
 
 @pytest.mark.inductor
+# Dynamo and inductor warn of what they do themselves.
+@pytest.mark.filterwarnings("ignore")
 def test_compiled_blocks_train_alike(tmp_path):
     config = DecoderConfig(dim=8, depth=2, heads=2, feedforward=8, vocab=17, length=64, attention="linear")
     for name in ("usual", "compiled"):
