@@ -12,6 +12,7 @@ from typing_extensions import TypeVar
 from .._utils import spec, typecheck
 from .._utils.aliases import refuse
 from ..ops.isolated import Packed, Part, isolated
+from ..ops.shards import active_shards
 from ..patterns import Pattern
 from ..states.utils import clone
 from . import validation
@@ -322,7 +323,11 @@ class Attention(nn.Module, Generic[S]):
         absent = None if mask is None else ~mask[..., None]
         x = x if absent is None else x.masked_fill(absent, 0.0)
         packed = segments is not None and _trusted is not Trusted.ISOLATED
-        y, *rest = self._attend_packed(x, state, given) if packed else self.attend(x, state, **given)
+        if (shards := active_shards()) is not None:
+            run = functools.partial(self._attend_packed, given=given) if packed else functools.partial(self.attend, **given)
+            y, *rest = shards.attend(self, run, x, state)
+        else:
+            y, *rest = self._attend_packed(x, state, given) if packed else self.attend(x, state, **given)
         if record is not None:
             validation.fill_record(record, requested)
         return y if absent is None else y.masked_fill(absent, 0.0), *rest

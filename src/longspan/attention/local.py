@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..modules.rotary import check_rotary, rotate
+from ..ops.shards import active_shards
 from ..ops.tensors import merge, positions, split
 from ..patterns import Pattern, band
 from ..states import lookback
@@ -83,6 +84,9 @@ class Local(Attention[Window | KeyValues]):
             at, _ = positions(x, start, mask=mask, segments=segments)
             turn = at, self.rotary, self.rotary_layout
             q, k = rotate(q, *turn), rotate(k, *turn)
+        if (shards := active_shards()) is not None:
+            o = shards.band(lookback.attend, q, k, v, pattern=self.key_pattern, mask=mask, segments=segments)
+            return self.out(merge(o)), None
         o, state = lookback.attend(
             q, k, v, state, self.key_pattern, mask=mask, segments=segments, record=record, donate=donate
         )

@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..modules.rotary import check_rotary, rotate
+from ..ops.shards import active_shards
 from ..ops.softmax import dense
 from ..ops.tensors import merge, positions, split
 from ..states import kv_cache
@@ -101,7 +102,9 @@ class Softmax(Attention[KeyValues | CachedContext]):
             at, _ = positions(x, state and state.length, mask=mask, segments=segments)
             turn = at, self.rotary, self.rotary_layout
             q, k = rotate(q, *turn), rotate(k, *turn)
-        if state is None:
+        if (shards := active_shards()) is not None:
+            view = CacheView(*shards.keys(k, v))
+        elif state is None:
             view = kv_cache.within(k, v, causal=self.causal, mask=mask, segments=segments, prefix=prefix)
         else:
             view, state = kv_cache.extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)

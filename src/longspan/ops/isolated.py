@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from .operands import in_memory, transformed
 from .segments import numbered
+from .shards import active_shards
 
 
 class Part(NamedTuple):
@@ -81,7 +82,8 @@ def isolated(
     Returns:
         The results of ``packed.run``.
     """
-    if 0 in packed.segments.shape:
+    if 0 in packed.segments.shape or active_shards() is not None:
+        # Which sequences are finite differs between processes, which must make the same calls.
         return packed.run(tokens, state, carry, None)
     if torch.compiler.is_compiling() or transformed() or not _readable(packed.segments):
         return _hidden(packed, tokens, state, carry, tokens if examined is None else examined)

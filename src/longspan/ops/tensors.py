@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .shards import active_shards
+
 
 def upcast_half(x: Tensor) -> Tensor:
     """Convert half precision to float32; float32 and float64 stay as they are."""
@@ -57,6 +59,8 @@ def positions(
         negative.
     """
     batch, n = x.shape[:2]
+    if (shards := active_shards()) is not None:
+        start = shards.position(start, x)
     if start is None:
         start = torch.zeros(batch, dtype=torch.long, device=x.device)
     if mask is None and segments is None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ...ops.shards import active_shards
 from .block import Block
 
 
@@ -62,12 +63,15 @@ class Plain(nn.Module):
             The outputs (B,N,dim) and the next states, or None.
         """
         recompute = call.checkpointing and state is None and torch.is_grad_enabled()
+        # A recomputation exchanges again, outside of the model's call.
+        shards = active_shards()
+        contexts = {} if shards is None else {"context_fn": shards.contexts}
         states = []
         for i, block in enumerate(blocks):
             record, kind = call.record_for(block), block.attention.name
             if recompute:
                 given = {**call.arguments, "carry": call.carries.get(kind)}
-                x, carry, record = checkpoint(_recomputed, block, x, given, record, use_reentrant=False)  # pyright: ignore[reportGeneralTypeIssues] (torch types it as Any | None)
+                x, carry, record = checkpoint(_recomputed, block, x, given, record, use_reentrant=False, **contexts)  # pyright: ignore[reportGeneralTypeIssues] (torch types it as Any | None)
             else:
                 before = None if state is None else state[i]
                 x, after, carry = block(x, before, carry=call.carries.get(kind), record=record, **call.arguments)

@@ -13,6 +13,7 @@ from ..backends import choose_backend, log_backend, resolve_backend
 from ..operands import check_donation, check_stored, materialize_neg, same_device
 from ..packed import check_packed
 from ..rows import gather_valid, last_valid, scatter_back
+from ..shards import active_shards
 from ..tensors import upcast_half
 from . import native as kernels
 from . import triton
@@ -115,6 +116,9 @@ def convolve(
 
     Raises ValueError if a forced backend cannot serve the call.
     """
+    if (shards := active_shards()) is not None:
+        options: dict[str, Any] = {"activation": activation, "mask": mask, "segments": segments}
+        return shards.convolve(convolve, x, weight, bias, state, cu_seqlens=cu_seqlens, **options)
     if state is None:
         sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         state = x.new_zeros(sequences, weight.shape[1] - 1, x.shape[2], dtype=upcast_half(x[:0]).dtype)
@@ -126,7 +130,7 @@ def convolve(
             return found
     x, weight, bias, state = materialize_neg(x, weight, bias, state)
     assert state is not None
-    options: dict[str, Any] = {"activation": activation, "segments": segments, "cu_seqlens": cu_seqlens}
+    options = {"activation": activation, "segments": segments, "cu_seqlens": cu_seqlens}
     why_not = {
         "triton": triton.why_not(x, weight, bias, state, segments, cu_seqlens),
         "native": kernels.why_not(x, weight, bias, state, segments, cu_seqlens),

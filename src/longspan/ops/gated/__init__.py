@@ -15,6 +15,7 @@ from ..isolated import Packed, Part, isolated
 from ..native import call
 from ..operands import check_donation, check_scale, check_stored, materialize_neg, same_device, transformed, zero_masked
 from ..packed import check_packed
+from ..shards import active_shards
 from ..tensors import per_root, upcast_half
 from . import chunks, exported, fla, triton
 from . import native as kernels
@@ -343,6 +344,10 @@ def recur(
     Raises:
         ValueError: a forced backend cannot serve the call.
     """
+    if (shards := active_shards()) is not None:
+        options: dict[str, Any] = {"log_decay": log_decay, "beta": beta, "scale": scale, "normalize": normalize}
+        options |= {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens, "state": state}
+        return shards.recur(recur, q, k, v, **options)
     if state is None:
         sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         state = v.new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1], dtype=upcast_half(v[:0]).dtype)
@@ -353,7 +358,7 @@ def recur(
         # D = 0 equals one channel of zeros, which every form can take.
         q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))
         log_decay = F.pad(log_decay, (0, 1)) if log_decay is not None and log_decay.dim() == 4 else log_decay
-        options: dict[str, Any] = {
+        options = {
             "log_decay": log_decay,
             "beta": beta,
             "scale": scale,
@@ -370,7 +375,7 @@ def recur(
     q, k, v, state, log_decay, beta = materialize_neg(q, k, v, state, log_decay, beta)
     assert state is not None
     op, factor = _op(log_decay, beta), per_root(q.shape[-1]) if scale is None else scale
-    options: dict[str, Any] = {"log_decay": log_decay, "beta": beta, "state": state, "scale": factor, "mask": mask}
+    options = {"log_decay": log_decay, "beta": beta, "state": state, "scale": factor, "mask": mask}
     options |= {"segments": segments, "normalize": normalize is not None, "cu_seqlens": cu_seqlens}
     token = q.shape[2] == 1 and cu_seqlens is None
     # For decays per channel fla is first: its kernels fuse the products inside chunks, longspan's the scan over chunks.

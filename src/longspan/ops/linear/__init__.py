@@ -14,6 +14,7 @@ from ..isolated import Packed, Part, isolated
 from ..native import call
 from ..operands import check_donation, check_eps, check_stored, materialize_neg, same_device, transformed, zero_masked
 from ..packed import check_packed
+from ..shards import active_shards
 from ..tensors import upcast_half, with_ones
 from . import bidirectional, composed, native, recurrence, triton
 from . import causal as causally
@@ -205,6 +206,9 @@ def named(
     Raises:
         ValueError: a forced backend cannot serve the call.
     """
+    if (shards := active_shards()) is not None:
+        options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
+        return shards.linear(named, q, k, v, causal=causal, state=state, **options)
     if causal and torch.compiler.is_exporting():
         phi = MAPS[feature_map]
         return attend(
@@ -220,7 +224,7 @@ def named(
         if causal
         else "they are for causal attention",
     }
-    options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
+    options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
     match choose_backend(OP, SERVED, why_not):
         case "triton":
             return triton.attend(q, k, v, state=state, causal=causal, **options)

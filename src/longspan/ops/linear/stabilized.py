@@ -15,6 +15,7 @@ from torch import Tensor
 from .. import gated
 from .. import prefix as prefixes
 from ..operands import zero_masked
+from ..shards import active_shards
 from ..tensors import upcast_half, with_ones
 from . import recurrence
 from .random_features import Parts
@@ -57,6 +58,9 @@ def attend(
     Returns:
         o (B,H,N,E) in v's dtype and the sums.
     """
+    if (shards := active_shards()) is not None and k.exponent is not None:
+        options: dict[str, Any] = {"causal": causal, "eps": eps, "mask": mask, "segments": segments, "state": state}
+        return shards.stabilized(attend, q, k, v, **options)
     with torch.autocast(v.device.type, enabled=False):
         values = with_ones(upcast_half(v))
         if prefix is not None:
@@ -77,7 +81,7 @@ def attend(
         elif decay is None:
             found, sums = recurrence.scan(queries, keys, values, sums, segments=segments, donate=donate)
         else:
-            options: dict[str, Any] = {"segments": segments, "state": sums, "donate": donate}
+            options = {"segments": segments, "state": sums, "donate": donate}
             found, sums = gated.recur(queries, keys, values, log_decay=decay, scale=1.0, **options)
         return divide(found, eps).to(v.dtype), Sums(sums, peak)
 
@@ -192,6 +196,18 @@ def _shifted(k: Parts, shift: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None:
         k = k._replace(exponent=k.exponent.masked_fill(~mask[:, None, :, None], -torch.inf))
     return zero_masked(mask, k.features(shift.masked_fill(shift == -torch.inf, 0.0)))[0]
+
+
+def total(k: Parts, v: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the sums (B,H,F,E+1) of keys k (B,H,M,F) and values v (B,H,M,E), and their peak (B,H)."""
+    peak = shifts(k, causal=False, mask=mask, segments=None)[..., 0]
+    values = zero_masked(mask, with_ones(upcast_half(v)))[0]
+    return _shifted(k, peak[..., None], mask).mT @ values, peak
+
+
+def rescaled(sums: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Return sums (B,H,F,E+1), divided by e^before, divided by e^after instead; both (B,H)."""
+    return sums * _drop(before, after).exp()[..., None, None]
 
 
 def _prefix_peak(k: Parts, prefix: Tensor, start: Tensor | None) -> Tensor:
