@@ -123,6 +123,8 @@ def _why_not(attention: Attention) -> str:
         return "it passes a value over whole rows from layer to layer"
     if attention.samples:
         return "it samples, with different random numbers on each rank"
+    if attention.training and getattr(attention, "noise", 0.0):
+        return "it draws noise in training, with different random numbers on each rank; use noise=0.0"
     if attention.statistics:
         return "its statistics are those of whole batches"
     if getattr(attention, "stop_gradient", False):

@@ -37,7 +37,10 @@ from .layout import Layout
 Recur = Callable[..., tuple[Tensor, Tensor]]
 
 # Mechanisms that see other tokens through the ops below alone, without or with a state before the row.
-SUMS = ("linear", "rfa", "performer", "retention", "ssd", "gla", "deltanet", "gated_deltanet", "kda")
+SUMS = (
+    *("linear", "rfa", "performer", "fourier", "average", "fast_weights"),
+    *("retention", "ssd", "gla", "deltanet", "gated_deltanet", "kda"),
+)
 TOKENS = ("local", "softmax")
 
 
