@@ -3,21 +3,22 @@
 import contextlib
 import datetime
 import multiprocessing
+import os
 import tempfile
 import traceback
 import warnings
 from pathlib import Path
 
-TIMEOUT = 30
+TIMEOUT = 30  # seconds
 
 
-def _serve(rank, size, store, connection):
+def _serve(rank, size, store, timeout, connection):
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    options = {"timeout": datetime.timedelta(seconds=TIMEOUT)}
+    options = {"timeout": datetime.timedelta(seconds=timeout)}
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, **options)
     groups = [None, *(dist.new_group(list(range(n)), **options) for n in range(1, size + 1))]
     while (job := connection.recv()) is not None:
@@ -30,6 +31,7 @@ def _serve(rank, size, store, connection):
         except BaseException as error:
             connection.send((False, f"rank {rank}: {type(error).__name__}: {error}\n{traceback.format_exc()}"))
     dist.destroy_process_group()
+    os._exit(0)  # without the seconds that the end of an interpreter takes
 
 
 class RankError(AssertionError):
@@ -37,14 +39,14 @@ class RankError(AssertionError):
 
 
 @contextlib.contextmanager
-def pool(size):
-    """Yield ``run(count, function, *arguments)``: the results of ``function(group, *arguments)`` on ranks 0 to count-1."""
+def pool(size, timeout=TIMEOUT):
+    """Yield ``run(count, function, *arguments)``: what ``function(group, *arguments)`` returns on each."""
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         store, ends, processes = Path(folder) / "store", [], []
         for rank in range(size):
             ours, theirs = spawn.Pipe()
-            processes.append(spawn.Process(target=_serve, args=(rank, size, store, theirs), daemon=True))
+            processes.append(spawn.Process(target=_serve, args=(rank, size, store, timeout, theirs), daemon=True))
             processes[-1].start()
             ends.append(ours)
 
@@ -53,7 +55,7 @@ def pool(size):
                 end.send((function, count, arguments, named))
             found = []
             for end in ends:
-                assert end.poll(4 * TIMEOUT), f"{function.__name__} did not return"
+                assert end.poll(4 * timeout + 60), f"{function.__name__} did not return"
                 found.append(end.recv())
             if wrong := [text for fine, text in found if not fine]:
                 raise RankError("\n".join(wrong))

@@ -324,7 +324,11 @@ class Attention(nn.Module, Generic[S]):
         x = x if absent is None else x.masked_fill(absent, 0.0)
         packed = segments is not None and _trusted is not Trusted.ISOLATED
         if (shards := active_shards()) is not None:
-            run = functools.partial(self._attend_packed, given=given) if packed else functools.partial(self.attend, **given)
+            run = (
+                functools.partial(self._attend_packed, given=given)
+                if packed
+                else functools.partial(self.attend, **given)
+            )
             y, *rest = shards.attend(self, run, x, state)
         else:
             y, *rest = self._attend_packed(x, state, given) if packed else self.attend(x, state, **given)

@@ -109,7 +109,7 @@ class Layout:
         return most
 
     def tail(self, x: Tensor, rows: int) -> Tensor:
-        """Return the last ``rows`` tokens of ``ending``: x (B,N,...) -> (B,rows,...), after zeros if there are fewer."""
+        """Return the last ``rows`` tokens of ``ending``, after zeros: x (B,N,...) -> (B,rows,...)."""
         if self.ending is None:
             x = x[:, -rows:]
             return F.pad(x, (*(0, 0) * (x.dim() - 2), rows - x.shape[1], 0))

@@ -67,7 +67,7 @@ def sequence_parallel(model: nn.Module, group: Group = None) -> Generator[None, 
         if not isinstance(x, Tensor) or x.dim() < 2:
             raise ValueError("a sequence-parallel model takes its tokens (B, N, ...) as the first argument")
         for name in ("prefix", "context", "record", "donate"):
-            if kwargs.get(name):
+            if (given := kwargs.get(name)) is not None and given is not False:
                 raise ValueError(f"{name}= has no exact form under sequence parallelism; leave it out")
         mask, segments = (kwargs.get(name) for name in ARGUMENTS)
         layout = Layout(x.shape[0], x.shape[1], mask, segments, ranks, x.device)

@@ -28,7 +28,7 @@ from ..ops import shards as hook
 from ..ops.gated.decays import LOWEST
 from ..ops.linear import stabilized
 from ..ops.operands import zero_masked
-from ..ops.tensors import unit, upcast_half, with_ones
+from ..ops.tensors import unit, upcast_half
 from ..patterns import Pattern
 from . import wavefront
 from .collectives import from_before, gather
@@ -259,7 +259,8 @@ def _sums(
     with torch.autocast(v.device.type, enabled=False):
         wide = upcast_half(v[:0]).dtype
         keys, values, g = zero_masked(own, k.to(wide), v.to(wide), log_decay)
-        assert keys is not None and values is not None
+        assert keys is not None
+        assert values is not None
         keys = (unit(keys) if normalize else keys).repeat_interleave(v.shape[1] // k.shape[1], 1)
         if g is None:
             return keys.mT @ values, None

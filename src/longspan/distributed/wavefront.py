@@ -55,9 +55,7 @@ def _receive(attention: Attention, x: Tensor, like: Any, layout: Layout) -> tupl
     source = dist.get_global_rank(layout.group, layout.rank - 1)
     header = torch.empty(len(leaves), 2 + AXES, dtype=torch.long, device=x.device)
     dist.recv(header, source, group=layout.group)
-    got = [
-        torch.empty(sizes[:axes], dtype=DTYPES[kind], device=x.device) for kind, axes, *sizes in header.tolist()
-    ]
+    got = [torch.empty(sizes[:axes], dtype=DTYPES[kind], device=x.device) for kind, axes, *sizes in header.tolist()]
     numbers = [i for i, t in enumerate(got) if t.is_floating_point()]
     for i, t in enumerate(got):
         if i not in numbers:

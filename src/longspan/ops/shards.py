@@ -19,23 +19,23 @@ class Shards(Protocol):
         """Return ``run(x, state)``, the ``attend`` of an attention, as one process with whole rows would."""
         ...
 
-    def recur(self, run: Callable[..., tuple[Tensor, Tensor]], *operands: Tensor, **options: Any) -> Any:
+    def recur(self, run: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> Any:
         """Return ``run``, which is ``gated.recur``, after the state before this shard."""
         ...
 
-    def linear(self, run: Callable[..., tuple[Tensor, Tensor]], *operands: Tensor, **options: Any) -> Any:
+    def linear(self, run: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> Any:
         """Return ``run``, which is ``linear.named``, after the sums before this shard."""
         ...
 
-    def stabilized(self, run: Callable[..., tuple[Tensor, Any]], *operands: Any, **options: Any) -> Any:
+    def stabilized(self, run: Callable[..., tuple[Tensor, Any]], *args: Any, **kwargs: Any) -> Any:
         """Return ``run``, which is ``stabilized.attend``, after the sums before this shard."""
         ...
 
-    def convolve(self, run: Callable[..., tuple[Tensor, Tensor]], *operands: Any, **options: Any) -> Any:
+    def convolve(self, run: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> Any:
         """Return ``run``, which is ``convolve``, after the inputs before this shard."""
         ...
 
-    def band(self, run: Callable[..., tuple[Tensor, Any]], *operands: Tensor, **options: Any) -> Tensor:
+    def band(self, run: Callable[..., tuple[Tensor, Any]], *args: Any, **kwargs: Any) -> Tensor:
         """Return the output of ``run``, which is ``lookback.attend`` under a causal band."""
         ...
 

@@ -65,7 +65,7 @@ class Plain(nn.Module):
         recompute = call.checkpointing and state is None and torch.is_grad_enabled()
         # A recomputation exchanges again, outside of the model's call.
         shards = active_shards()
-        contexts = {} if shards is None else {"context_fn": shards.contexts}
+        contexts: dict[str, Any] = {} if shards is None else {"context_fn": shards.contexts}
         states = []
         for i, block in enumerate(blocks):
             record, kind = call.record_for(block), block.attention.name

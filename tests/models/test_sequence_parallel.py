@@ -1,0 +1,268 @@
+"""Rows of tokens over several processes: outputs, states and gradients are those of one process with whole rows."""
+
+import pytest
+import torch
+
+import longspan
+import ranks
+import shard_cases
+from longspan.attention.base import REGISTRY
+from longspan.distributed import parallel, shards
+
+LIMIT = 1e-10
+DOCUMENTS = torch.tensor([[0] * 8 + [1] * 5 + [2] * 8, [0] * 3 + [1] * 17 + [5]])
+REAL = torch.ones(2, 21, dtype=torch.bool)
+REAL[0, 6:9] = REAL[0, 13:16] = REAL[1, :8] = False
+
+# Specs of each exchange: sums, decays, the delta rule, convolutions, the last tokens, all tokens.
+EXCHANGED = (
+    "gated_deltanet",
+    "performer",
+    "linear",
+    "linear(rotary=100.0)",
+    "linear(feature_map='exp')",
+    "rfa(features=31)",
+    "rfa(features=31, gate=True)",
+    "performer(map='trigonometric', features=11)",
+    "performer(map='relu', features=7)",
+    "fourier(features=103, bandwidth=2.0, eps=0.001)",
+    "average",
+    "fast_weights",
+    "fast_weights(rule='sum', nu=1)",
+    "retention",
+    "ssd(channels=5)",
+    "ssd(channels=3, key_heads=2, expand_v=1.5, convolution=0)",
+    "gla(rank=3, expand_v=1.5)",
+    "deltanet",
+    "kda",
+    "local(window=5)",
+    "local(window=3, kv_heads=1, rotary=100.0)",
+    "softmax",
+    "softmax(kv_heads=1, rotary=100.0)",
+)
+# Everything else with a causal form, by the wavefront.
+HANDED = tuple(
+    spec
+    for name in longspan.list_mechanisms()
+    for spec in REGISTRY[name].examples
+    if name not in (*shards.SUMS, *shards.TOKENS)
+    and "causal" in REGISTRY[name].directions
+    and not parallel._why_not(longspan.build(spec, dim=16, heads=2))
+)
+
+
+@pytest.fixture(scope="module")
+def run():
+    with ranks.pool(3) as run:
+        yield run
+
+
+@pytest.fixture(scope="module")
+def run_four():
+    with ranks.pool(4) as run:
+        yield run
+
+
+def check(gaps):
+    assert max(gaps[0]) < LIMIT, dict(zip(("outputs", "state", "inputs", "weights"), gaps[0], strict=True))
+
+
+@pytest.mark.parametrize("spec", EXCHANGED)
+def test_three_ranks_equal_one(run, spec):
+    check(run(3, shard_cases.attention_gaps, spec, [7, 9, 5]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", EXCHANGED)
+@pytest.mark.parametrize("lengths", [[21], [12, 9], [3, 1, 17], [1, 1, 1]], ids=str)
+def test_shards_of_any_length(run, spec, lengths):
+    check(run(len(lengths), shard_cases.attention_gaps, spec, lengths))
+
+
+@pytest.mark.parametrize("spec", EXCHANGED)
+def test_a_state_continues(run, spec):
+    check(run(3, shard_cases.attention_gaps, spec, [7, 9, 5], stated="continued"))
+
+
+@pytest.mark.parametrize("spec", EXCHANGED)
+def test_documents_end_at_the_borders_of_shards(run, spec):
+    check(run(3, shard_cases.attention_gaps, spec, [8, 5, 8], segments=DOCUMENTS))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", EXCHANGED)
+def test_masked_tokens_at_the_borders_of_shards(run, spec):
+    check(run(3, shard_cases.attention_gaps, spec, [8, 6, 7], mask=REAL))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("lengths", [[7, 7, 7], [3, 3, 15], [7, 2, 12]], ids=str)
+@pytest.mark.parametrize("spec", EXCHANGED)
+def test_masked_documents(run, spec, lengths):
+    check(run(3, shard_cases.attention_gaps, spec, lengths, mask=REAL, segments=DOCUMENTS, stated=True))
+
+
+@pytest.mark.parametrize("spec", HANDED)
+def test_states_are_handed_on(run, spec):
+    check(run(3, shard_cases.attention_gaps, spec, [7, 9, 5]))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", HANDED)
+def test_states_are_handed_on_with_documents(run, spec):
+    check(run(3, shard_cases.attention_gaps, spec, [8, 6, 7], mask=REAL, segments=DOCUMENTS, stated=True))
+
+
+DECODERS = {
+    "hybrid": {"attention": "gated_deltanet; local(window=5)", "positions": "sinusoidal"},
+    "wavefront": {"attention": "infini(segment=5); linear", "positions": "sinusoidal"},
+    "rotary": {"attention": "linear; local(window=5)", "positions": "rotary"},
+    "learned": {"attention": "retention", "positions": "learned", "tied": True},
+    "relative": {"attention": "relative", "positions": "relative"},
+    "alibi": {"attention": "alibi", "positions": "alibi"},
+    "universal": {"attention": "linear", "stack": "universal(steps=2)"},
+    "checkpointing": {"attention": "kda; mamba(state_dim=4)", "checkpointing": True},
+}
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders(run, name):
+    options = DECODERS[name]
+    assert max(run(2, shard_cases.decoder_gaps, [9, 7], **options)) < LIMIT
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", DECODERS)
+def test_decoders_of_packed_rows(run, name):
+    given = {"mask": REAL, "segments": DOCUMENTS}
+    assert max(run(3, shard_cases.decoder_gaps, [8, 6, 7], **given, **DECODERS[name])) < LIMIT
+
+
+def test_the_backward_pass_may_come_later(run):
+    options = {"attention": "gated_deltanet; softmax", "checkpointing": True, "late": True, "twice": True}
+    assert max(run(2, shard_cases.decoder_gaps, [9, 7], mask=REAL[:, :16], **options)) < LIMIT
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("spec", ["gated_deltanet; softmax", "bp(k=1, levels=2); linear"])
+def test_a_mesh_of_data_and_sequence(run_four, kind, spec):
+    assert max(run_four(4, shard_cases.mesh_gaps, kind, 2, 2, attention=spec)) < LIMIT
+
+
+def test_a_prefill_is_continued(run):
+    assert max(run(3, shard_cases.sampled, [4, 6, 3])) < LIMIT
+
+
+SIZE = 8  # of heads
+
+
+@pytest.mark.parametrize(
+    ("spec", "numbers"),
+    [
+        ("linear", SIZE * (SIZE + 1)),
+        ("gla", SIZE // 2 * (SIZE + 1)),
+        ("performer(features=7)", 7 * (SIZE + 1) + 1),
+        ("deltanet(convolution=0)", SIZE * 2 * SIZE),
+    ],
+)
+def test_traffic_does_not_depend_on_the_length(run, spec, numbers):
+    batch, heads, size = 2, 2, 3
+    bytes_of = {}
+    for n in (16, 64):
+        one, three = (run(size, shard_cases.traffic, n, depth, spec) for depth in (1, 3))
+        for (calls, few), (more, many), name in zip(
+            one[0], three[0], ("_allgather_base", "_reduce_scatter_base"), strict=True
+        ):
+            name = next(found for found in more if found.strip("_") == name.strip("_"))
+            assert more[name] - calls.get(name, 0) == 2
+            assert set(more) == set(calls)
+            bytes_of[n, name] = (many[name] - few.get(name, 0)) // 2
+            assert bytes_of[n, name] == 4 * batch * heads * size * numbers
+    assert {v for (n, _), v in bytes_of.items() if n == 16} == {v for (n, _), v in bytes_of.items() if n == 64}
+
+
+def _no_call(model):
+    raise AssertionError("the context accepted the model")
+
+
+@pytest.mark.parametrize(
+    ("spec", "text"),
+    [
+        ("realformer", "layer to layer"),
+        ("transformer_xl(memory=4)", "stop_gradient=False"),
+        ("compressive(memory=4, compressed=2, rate=2)", "stop_gradient=False"),
+        ("sac(edges=2)", "samples"),
+        ("sinkhorn(block=4)", "noise=0.0"),
+        ("routing(clusters=2, window=4)", "statistics"),
+    ],
+)
+def test_mechanisms_without_an_exact_form_are_refused(run, spec, text):
+    for found in run(1, shard_cases.refusal, longspan.build, spec, 16, 2, call=_no_call):
+        assert spec.partition("(")[0] in found
+        assert text in found
+
+
+def _bidirectional():
+    return longspan.build("linear", dim=16, heads=2, causal=False)
+
+
+def _act():
+    return shard_cases.decoder(stack="act")
+
+
+def _reversible():
+    return shard_cases.decoder(stack="reversible", attention="linear")
+
+
+@pytest.mark.parametrize(
+    ("make", "text"), [(_bidirectional, "bidirectional"), (_act, "act"), (_reversible, "reversible")]
+)
+def test_models_without_an_exact_form_are_refused(run, make, text):
+    assert text in run(1, shard_cases.refusal, make, call=_no_call)[0]
+
+
+def _call(name, value):
+    return lambda model: model(torch.zeros(1, 3, 16), **{name: value})
+
+
+def _prefix(model):
+    model(torch.zeros(1, 3, 16), prefix=torch.tensor([1]))
+
+
+def _record(model):
+    model(torch.zeros(1, 3, 16), record={"penalty": None})
+
+
+def _context(model):
+    model(torch.zeros(1, 3, 16), context=torch.zeros(1, 2, 16))
+
+
+def _donate(model):
+    with torch.no_grad():
+        model(torch.zeros(1, 3, 16), model.init_state(1), donate=True)
+
+
+@pytest.mark.parametrize("call", [_prefix, _record, _context, _donate])
+def test_arguments_without_an_exact_form_are_refused(run, call):
+    found = run(1, shard_cases.refusal, longspan.build, "linear", 16, 2, call=call)[0]
+    assert f"{call.__name__[1:]}= has no exact form" in found
+
+
+def test_shards_must_fit_together(run):
+    assert "rank 1: 3 rows" in run(2, shard_cases.unequal, [2, 3], [4, 4])[0]
+    assert "rank 0: 2 rows, mask=" in run(2, shard_cases.unequal, [2, 2], [4, 4], [0])[1]
+    assert "at least one token" in run(2, shard_cases.unequal, [2, 2], [4, 0])[0]
+    assert "between rank 0 and 1" in run(2, shard_cases.decreasing)[1]
+
+
+def test_no_process_group():
+    model = longspan.build("linear", dim=16, heads=2)
+    with pytest.raises(ValueError, match="init_process_group"), parallel.sequence_parallel(model):
+        pass
+
+
+@pytest.mark.full
+def test_a_rank_that_leaves_out_a_backward_pass_is_an_error():
+    with ranks.pool(2, timeout=5) as run:
+        assert run(2, shard_cases.left_out)[1]
