@@ -6,7 +6,7 @@ import warnings
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn.parallel import DistributedDataParallel
@@ -232,3 +232,21 @@ def sampled(group, lengths):
         if rank + 1 < len(lengths):
             return 0.0
         return gap(model(tokens[:, n:], state)[0], wanted[:, n:])
+
+
+def training_traffic(group, kind):
+    """Return the bytes of the collectives of a training step under DDP or FSDP2, and the number of weights."""
+    model, tokens = decoder(attention="linear").float(), row(8)
+    count = sum(p.numel() for p in model.parameters())
+    if kind == "ddp":
+        call = DistributedDataParallel(model, process_group=group)
+    else:
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for block in model.stack.blocks:
+            fully_shard(block, mesh=mesh)
+        call = fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    with Traffic() as seen:
+        outputs, _ = call(model.shift(tokens))
+        outputs.sum().backward()
+    return dict(seen.bytes), count

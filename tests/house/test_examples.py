@@ -1,6 +1,7 @@
 """The scripts in examples/ run with tiny flags and explain every flag."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ RUNS = {
     "fork_states": ("--forks 2 --tokens 5", None),
     "hf_hybrid": ("--length 70 --width 64 --rounds 1", "transformers"),
     "long_classifier": ("--length 40 --steps 2 --batch 2 --dim 16", None),
+    "pretrain_350m": ("--small --steps 2 --out model", None),
     "lora": ("--steps 2 --rows 2 --out run", "peft"),
 }
 
@@ -50,6 +52,22 @@ def test_a_saved_model_of_an_example_loads(tmp_path):
     flags = RUNS["char_lm"][0]
     run("char_lm", *flags.split(), "--attention", "linear", folder=tmp_path)
     assert longspan.load(tmp_path / "model").config.attention == "linear"
+
+
+def losses(folder, processes, *flags):
+    """The losses that the pretraining prints."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [*start, str(EXAMPLES / "pretrain_350m.py"), "--small", *flags]
+    paths = {"PYTHONPATH": str(Path(longspan.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=os.environ | paths, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
+
+
+def test_pretraining_on_two_processes_equals_one(tmp_path):
+    one = losses(tmp_path, 1)
+    assert one[-1] < one[0] - 0.5
+    assert losses(tmp_path, 2, "--sequence", "2", "--strategy", "fsdp") == pytest.approx(one, abs=2e-3)
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -1,5 +1,9 @@
 """Rows of tokens over several processes: outputs, states and gradients are those of one process with whole rows."""
 
+import runpy
+import types
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -180,6 +184,53 @@ def test_traffic_does_not_depend_on_the_length(run, spec, numbers):
             bytes_of[n, name] = (many[name] - few.get(name, 0)) // 2
             assert bytes_of[n, name] == 4 * batch * heads * size * numbers
     assert {v for (n, _), v in bytes_of.items() if n == 16} == {v for (n, _), v in bytes_of.items() if n == 64}
+
+
+SCALING = Path(__file__).parents[2] / "tools" / "scaling.py"
+
+
+@pytest.fixture(scope="module")
+def scaling():
+    return types.SimpleNamespace(**runpy.run_path(str(SCALING)))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("spec", "kind", "keys"),
+    [("linear", "sum", 8), ("gla", "decay", 4), ("deltanet(convolution=0)", "delta", 8)],
+)
+def test_the_page_counts_states(run, scaling, spec, kind, keys):
+    one, three = (run(3, shard_cases.traffic, 16, depth, spec)[0] for depth in (1, 3))
+    added = sum(sum(many.values()) - sum(few.values()) for (_, few), (_, many) in zip(one, three, strict=True)) // 2
+    model = scaling.Model(dim=16, depth=1, heads=2, keys=keys, values=8)
+    # An all-gather of 3 ranks sends 2 of the 3 parts of its result.
+    assert scaling.state_exchange(kind, model, 3, batch=2) == added * 2 // 3
+
+
+@pytest.mark.full
+def test_the_page_counts_windows(run, scaling):
+    one, three = (run(3, shard_cases.traffic, 16, depth, "local(window=5)")[1] for depth in (1, 3))
+    added = sum(sum(many.values()) - sum(few.values()) for (_, few), (_, many) in zip(one, three, strict=True)) // 2
+    assert scaling.halo(4, 2 * 16, 3, batch=2) == added
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_the_page_counts_training(run, scaling, kind):
+    sizes, count = run(2, shard_cases.training_traffic, kind)[0]
+    if kind == "ddp":
+        assert set(sizes) == {"allreduce"}
+        assert scaling.reduced(sizes["allreduce"], 2) == scaling.data_parallel(count, 2)
+    else:
+        sent = sum(sizes.values()) // 2
+        # Parameters of odd sizes are padded.
+        assert sent == pytest.approx(scaling.fully_sharded(count, 2, bytes_per=4), rel=0.02)
+
+
+@pytest.mark.full
+def test_the_page_is_current(scaling):
+    text = scaling.PAGE.read_text(encoding="utf-8")
+    assert scaling.placed(text, scaling.tables()) == text, "run: python tools/scaling.py --write"
 
 
 def _no_call(model):
