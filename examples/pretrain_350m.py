@@ -5,8 +5,8 @@
     torchrun --nproc-per-node 2 examples/pretrain_350m.py --small --sequence 2
 
 Token shards are files of ``numpy.save``: one dimension of token numbers, read by memory map. Without ``--tokens`` the
-model learns synthetic rows, of numbers that grow by a fixed step. ``--small`` is a model of seconds on a CPU. ``--sequence N`` spreads
-each row over N processes; the others read other rows.
+model learns synthetic rows, of numbers that grow by a fixed step. ``--small`` is a model of seconds on a CPU.
+``--sequence N`` spreads each row over N processes; the others read other rows.
 """
 
 import argparse

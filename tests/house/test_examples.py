@@ -66,7 +66,7 @@ def losses(folder, processes, *flags):
 
 def test_pretraining_on_two_processes_equals_one(tmp_path):
     one = losses(tmp_path, 1)
-    assert one[-1] < one[0] - 0.5
+    assert one[-1] < one[0] - 0.3
     assert losses(tmp_path, 2, "--sequence", "2", "--strategy", "fsdp") == pytest.approx(one, abs=2e-3)
 
 
