@@ -16,7 +16,12 @@ LAYERS = (
         ("compat", "other libraries"),
         ("serving", "many streams"),
     ),
-    (("generation", "sampling, beam search"), ("train", "loop, objectives, runs"), ("testing", "conformance checks")),
+    (
+        ("generation", "sampling, beam search"),
+        ("train", "loop, objectives, runs"),
+        ("distributed", "rows over processes"),
+        ("testing", "conformance checks"),
+    ),
     (("models", "configs, stacks, decoder, encoder, checkpoints"),),
     (("attention", "one mechanism, one file"), ("data", "data sets by name"), ("speech", "audio, features, CTC")),
     (("modules", "norms, feed-forward, positions"), ("states", "recurrent states, KV caches")),
