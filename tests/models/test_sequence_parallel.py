@@ -14,7 +14,7 @@ from longspan.attention.base import REGISTRY
 from longspan.distributed import parallel, shards
 
 LIMIT = 1e-10
-DOCUMENTS = torch.tensor([[0] * 8 + [1] * 5 + [2] * 8, [0] * 3 + [1] * 17 + [5]])
+DOCUMENTS = torch.tensor([[0] * 8 + [1] * 5 + [2] * 8, [0] * 3 + [1] * 7 + [3] * 10 + [5]])
 REAL = torch.ones(2, 21, dtype=torch.bool)
 REAL[0, 6:9] = REAL[0, 13:16] = REAL[1, :8] = False
 
