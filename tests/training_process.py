@@ -76,7 +76,9 @@ def main() -> None:
         if job["record"]:
             rank = os.environ.get("LOCAL_RANK", "0")
             (Path(job["record"]) / f"taken-{rank}.json").write_text(json.dumps(taken))
-            torch.save(model.state_dict(), Path(job["record"]) / f"weights-{rank}.pt")
+            # Sharded weights are gathered by all processes together.
+            own = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}
+            torch.save(own, Path(job["record"]) / f"weights-{rank}.pt")
         return result
 
     loop.step_seed, objectives.batch_indices, loop.train = slow, recorded, kept

@@ -1,5 +1,6 @@
 """How the processes of a training were started: what does not fit is refused before anything is written."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -48,7 +49,22 @@ def put(monkeypatch, *environments, **more):
             2,
             "torchrun started 1 process, but run.devices is 2",
         ),
-        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, 2, "a run uses one machine: pass --nnodes=1"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, 2, "1 on each machine, but run.devices is 2; set run.devices=1 and"),
+        (
+            TORCHRUN | {"WORLD_SIZE": "6"},
+            2,
+            "torchrun started 6 processes, but run.devices is 2; set run.devices=2 and",
+        ),
+        (
+            SLURM | {"SLURM_NNODES": "2"},
+            2,
+            "1 on each machine, but run.devices is 2; set run.devices=1 and run.nodes=2",
+        ),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, 1, "mpirun started 2 processes, which a training cannot use"),
+        ({"PMI_SIZE": "2"}, 2, "mpirun started 2 processes, which a training cannot use"),
+        ({"RANK": "1"}, 1, "RANK=1 in the environment must be below 1 for run.devices=1 and run.nodes=1; unset RANK"),
+        ({"NODE_RANK": "1"}, 2, "NODE_RANK=1 in the environment must be below 1"),
+        ({"LOCAL_RANK": "0"}, 2, "LOCAL_RANK is set in the environment, but WORLD_SIZE is not"),
         (SLURM, 1, "srun started 2 processes, but run.devices is 1"),
         (SLURM | {"SLURM_PROCID": "1"}, 1, "srun started 2 processes"),
         (SLURM | {"SLURM_NTASKS": "1"}, 2, "srun started 1 process, but run.devices is 2"),
@@ -95,6 +111,29 @@ def test_as_many_processes_as_devices_are_served(environment, devices, monkeypat
 
 
 @pytest.mark.parametrize(
+    ("environment", "devices", "nodes", "message"),
+    [
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, 1, 2, ""),
+        (SLURM | {"SLURM_NNODES": "2"}, 1, 2, ""),
+        ({"MASTER_ADDR": "here", "NODE_RANK": "1"}, 2, 2, ""),
+        (
+            TORCHRUN,
+            1,
+            2,
+            "2 on each machine, but run.devices is 1 and run.nodes is 2; set run.devices=2 and run.nodes=1",
+        ),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "1"}, 2, 2, "started 2 processes, but run.devices is 2 and run.nodes is 2"),
+        ({}, 2, 2, "run.nodes=2 requires a launcher on each machine"),
+        ({"MASTER_ADDR": "here", "NODE_RANK": "2"}, 2, 2, "NODE_RANK=2 in the environment must be below 2"),
+    ],
+)
+def test_several_machines(environment, devices, nodes, message, monkeypatch):
+    put(monkeypatch, environment)
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        launch.check(devices, nodes)
+
+
+@pytest.mark.parametrize(
     ("environment", "leads"),
     [
         ({}, True),
@@ -103,6 +142,7 @@ def test_as_many_processes_as_devices_are_served(environment, devices, monkeypat
         ({"RANK": "0", "LOCAL_RANK": "0"}, True),
         ({"RANK": "2", "LOCAL_RANK": "0"}, False),
         ({"RANK": "0", "LOCAL_RANK": "1"}, False),
+        ({"NODE_RANK": "1"}, False),
         (SLURM, True),
         (SLURM | {"SLURM_PROCID": "1"}, False),
         (SLURM | {"SLURM_PROCID": "1", "SLURM_JOB_NAME": "bash"}, True),
@@ -111,7 +151,7 @@ def test_as_many_processes_as_devices_are_served(environment, devices, monkeypat
 def test_one_process_leads(environment, leads, monkeypatch):
     put(monkeypatch, environment)
     assert launch.first() == leads
-    assert signals.first_rank() == (leads or "SLURM_PROCID" in environment)
+    assert signals.first_rank() == (leads or bool({"SLURM_PROCID", "NODE_RANK"} & set(environment)))
 
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK"])

@@ -23,6 +23,7 @@ COMMANDS = {
     "generate": ("generate", "Generate images, text or target sequences from a trained model."),
     "serve": ("serve", "Serve a trained decoder over HTTP, many streams at a time."),
     "transcribe": ("transcribe", "Transcribe recordings of speech, offline or streaming."),
+    "consolidate": ("consolidate", "Gather the weights of a sharded training run into one file."),
     "export": ("export", "Export a trained decoder to ONNX (prefill and decode step)."),
     "list": ("listing", "List the mechanisms with their cost, forms and paper."),
     "show": ("show", "Show one mechanism, pattern, training run or saved model."),

@@ -98,7 +98,7 @@ def run(args) -> int:
     fields, run = args.model.as_dict(), TrainConfig(**args.run.as_dict())
     # Report a mistake in a flag before data, optional packages and the folder are used.
     _check(fields)
-    launch.check(run.devices)
+    launch.check(run.devices, run.nodes)
     config = checkpoint.config_of(completed(fields, run))
     try:
         result = fit(config, run, resume=args.resume)

@@ -15,6 +15,7 @@ import contextlib
 import io
 import os
 import pickle
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from .._utils import atomic_io, sealed_dir
 from .._utils.sealed_dir import CONFIG
@@ -77,27 +79,47 @@ def save(
         swapped = isinstance(folder, nn.Module) and isinstance(model, str | os.PathLike)
         hint = "; longspan.save(model, folder) takes the model first, as torch.save does" if swapped else ""
         raise ValueError(f"folder must be a path, not {type(folder).__name__}{hint}")
-    folder = _place(folder)
-    header = {"kind": _kind(model), "config": model.config.to_dict(), "longspan": VERSION}
-    entries = ("format", *header, "files", "sha256")
-    if taken := [name for name in extra or {} if name in entries]:
-        raise ValueError(f"extra must not contain {taken[0]!r}; every checkpoint has the entries {', '.join(entries)}")
+    folder = place_of(folder)
+    header = checked_header(model, extra)
+    # Of a sharded model all processes gather the weights, and the first one writes.
     weights = _weights(model)
+    sharded = is_sharded(model)
+    try:
+        if not (sharded and dist.get_rank()):
+            _write(weights, folder, training, header, getattr(model, "tokenizer", ""))
+    finally:
+        if sharded:
+            dist.barrier()
+
+
+def _write(
+    weights: dict[str, Tensor], folder: Path, training: Mapping[str, Any] | None, header: dict, tokenizer: str
+) -> None:
+    """Write a checkpoint of these weights. Raises ValueError as ``save`` does."""
     refuse_nan("the model", weights)
     try:
-        _refuse_foreign(folder)
+        refuse_foreign(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with atomic_io.new_folder(folder) as temporary:
             safetensors.torch.save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
             if training is not None:
-                _save_training(dict(training), temporary / TRAINING)
-            if text := getattr(model, "tokenizer", ""):
-                (temporary / TOKENIZER).write_text(text, encoding="utf-8")
-            sealed_dir.seal(temporary, header | dict(extra or {}))
+                write_training(dict(training), temporary / TRAINING)
+            if tokenizer:
+                (temporary / TOKENIZER).write_text(tokenizer, encoding="utf-8")
+            sealed_dir.seal(temporary, header)
             sealed_dir.swap(temporary, folder)
     except (OSError, safetensors.SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or _first_line(error)
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise ValueError(f"cannot write the checkpoint {folder}: {reason}") from error
+
+
+def checked_header(model: Any, extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The entries of config.json for a model. Raises ValueError for an entry of the format in ``extra``."""
+    header = {"kind": _kind(model), "config": model.config.to_dict(), "longspan": VERSION}
+    entries = ("format", *header, "files", "sha256")
+    if taken := [name for name in extra or {} if name in entries]:
+        raise ValueError(f"extra must not contain {taken[0]!r}; every checkpoint has the entries {', '.join(entries)}")
+    return header | dict(extra or {})
 
 
 def load(folder: str | Path) -> Any:
@@ -124,7 +146,7 @@ def load(folder: str | Path) -> Any:
         >>> again.config == model.config
         True
     """
-    folder, header, weights, tokenizer = _read(folder)
+    folder, header, weights, tokenizer = read(folder)
     config_class, model_class = MODEL_CLASSES[header["kind"]]
     try:
         config = config_class.from_dict(header["config"])
@@ -145,8 +167,8 @@ def load_training(folder: str | Path) -> dict[str, Any]:
     Raises:
         ValueError: For a checkpoint without it, and a file that was changed or damaged.
     """
-    with _opened(folder, TRAINING) as (folder, _, content):
-        return _training(folder, content(TRAINING))
+    with opened(folder, TRAINING) as (folder, _, content):
+        return parse_training(folder, content(TRAINING))
 
 
 def restore(folder: str | Path, model: nn.Module) -> dict[str, Any]:
@@ -158,8 +180,8 @@ def restore(folder: str | Path, model: nn.Module) -> dict[str, Any]:
     Raises:
         ValueError: As :func:`load` and :func:`load_training` do.
     """
-    with _opened(folder, TRAINING, WEIGHTS) as (folder, _, content):
-        training = _training(folder, content(TRAINING))
+    with opened(folder, TRAINING, WEIGHTS) as (folder, _, content):
+        training = parse_training(folder, content(TRAINING))
         _fill(model, _tensors(folder, content(WEIGHTS)), folder / WEIGHTS)
     return training
 
@@ -171,7 +193,7 @@ def read_config(folder: str | Path) -> dict[str, Any]:
         ValueError: If the folder is missing or not a checkpoint, has another format or kind, or if config.json was
             changed or damaged.
     """
-    with _opened(folder) as (_, header, _):
+    with opened(folder) as (_, header, _):
         return header
 
 
@@ -187,7 +209,7 @@ def resolve(folder: str | Path, prefer: str = "best") -> Path:
     Raises:
         ValueError: If the folder is missing or neither of both, or if its pointer is damaged or points nowhere.
     """
-    place = _place(folder)
+    place = place_of(folder)
     with atomic_io.reading(place):
         if sealed_dir.there(place):
             return place
@@ -202,7 +224,7 @@ def resolve(folder: str | Path, prefer: str = "best") -> Path:
 
 def tidy(folder: str | Path) -> None:
     """Remove the leftovers of killed saves next to the checkpoint ``folder``; files that are being written stay."""
-    sealed_dir.tidy(_place(folder))
+    sealed_dir.tidy(place_of(folder))
 
 
 def write_text(path: Path, text: str) -> None:
@@ -214,7 +236,7 @@ def write_text(path: Path, text: str) -> None:
     atomic_io.write(path, text.encode())
 
 
-def _place(folder: str | os.PathLike) -> Path:
+def place_of(folder: str | os.PathLike) -> Path:
     return atomic_io.check(Path(os.path.abspath(folder)))
 
 
@@ -245,9 +267,17 @@ def config_of(fields: Mapping[str, Any]) -> Any:
     return MODEL_CLASSES[known(values.pop("kind", "decoder"), MODEL_CLASSES, "kind of model")][0].from_dict(values)
 
 
+def model_class(model: nn.Module) -> type[nn.Module]:
+    """The class of a model, also of one that ``fully_shard`` has given a class of its own."""
+    cls = type(model)
+    # Without torch.distributed.fsdp no module can be sharded, and importing it takes long.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return cls.__bases__[1] if fsdp and fsdp.FSDPModule in cls.__bases__ else cls
+
+
 def _kind(model: nn.Module) -> str:
-    for kind, (_, model_class) in MODEL_CLASSES.items():
-        if type(model) is model_class:
+    for kind, (_, cls) in MODEL_CLASSES.items():
+        if model_class(model) is cls:
             return kind
     raise ValueError(
         f"cannot save a {type(model).__name__}; known: {', '.join(c.__name__ for _, c in MODEL_CLASSES.values())}"
@@ -262,10 +292,22 @@ def _first_names(model: nn.Module) -> dict[str, str]:
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
     state, names = model.state_dict(), _first_names(model)
-    return {name: state[name].detach().contiguous() for name, first in names.items() if name == first}
+    own = {name: state[name].detach() for name, first in names.items() if name == first}
+    return {name: (t.full_tensor() if _is_dtensor(t) else t).contiguous() for name, t in own.items()}
 
 
-def _refuse_foreign(folder: Path) -> None:
+def is_sharded(model: nn.Module) -> bool:
+    """Whether each process has a part of the weights only."""
+    return any(map(_is_dtensor, model.parameters()))
+
+
+def _is_dtensor(tensor: Tensor) -> bool:
+    # Without the module no tensor can be one, and importing it takes long.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def refuse_foreign(folder: Path) -> None:
     """Raise ValueError if the folder exists, is not empty and is not a checkpoint."""
     try:
         names = os.listdir(folder)
@@ -286,7 +328,7 @@ def refuse_nan(owner: str | Path, weights: Mapping[str, Tensor]) -> None:
             raise ValueError(f"{owner} has NaN weights: {count} of {tensor.numel()} in {name}")
 
 
-def _save_training(training: dict[str, Any], path: Path) -> None:
+def write_training(training: dict[str, Any], path: Path) -> None:
     with open(path, "xb") as file:
         try:
             torch.save(training, file)
@@ -298,10 +340,10 @@ def _save_training(training: dict[str, Any], path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _opened(
+def opened(
     folder: str | Path, *names: str, optional: tuple[str, ...] = ()
 ) -> Iterator[tuple[Path, dict[str, Any], sealed_dir.Content]]:
-    with sealed_dir.opened(_place(folder), *names, optional=optional) as (folder, header, content):
+    with sealed_dir.opened(place_of(folder), *names, optional=optional) as (folder, header, content):
         if not isinstance(header.get("kind"), str) or header["kind"] not in MODEL_CLASSES:
             raise ValueError(
                 f"{folder / CONFIG} has kind {format_value(header.get('kind'))}; known: {', '.join(MODEL_CLASSES)}"
@@ -311,13 +353,13 @@ def _opened(
         yield folder, header, content
 
 
-def _training(folder: Path, content: bytes | None) -> dict[str, Any]:
+def parse_training(folder: Path, content: bytes | None) -> dict[str, Any]:
     if content is None:
         raise ValueError(f"{folder} has no {TRAINING}: the model can be loaded, but its training cannot be resumed")
     try:
         return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder / TRAINING} is corrupt or foreign: {_first_line(error)}") from error
+        raise ValueError(f"{folder / TRAINING} is corrupt or foreign: {first_line(error)}") from error
 
 
 def _tensors(folder: Path, content: bytes | None) -> dict[str, Tensor]:
@@ -326,7 +368,7 @@ def _tensors(folder: Path, content: bytes | None) -> dict[str, Tensor]:
     try:
         return safetensors.torch.load(content)
     except (safetensors.SafetensorError, KeyError) as error:
-        raise ValueError(f"{folder / WEIGHTS} is corrupt: {_first_line(error)}") from error
+        raise ValueError(f"{folder / WEIGHTS} is corrupt: {first_line(error)}") from error
 
 
 def _fill(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
@@ -367,7 +409,7 @@ def same_kind(found: torch.dtype, wanted: torch.dtype) -> bool:
     return found == wanted or (found.is_floating_point and wanted.is_floating_point)
 
 
-def _read(folder: str | Path) -> tuple[Path, dict[str, Any], dict[str, Tensor], str]:
+def read(folder: str | Path) -> tuple[Path, dict[str, Any], dict[str, Tensor], str]:
     """Read the path, the config.json, the weights and the tokenizer ("": none) of a checkpoint, all of one save.
 
     Raises ValueError.
@@ -375,8 +417,16 @@ def _read(folder: str | Path) -> tuple[Path, dict[str, Any], dict[str, Tensor], 
     name = resolve(folder)
     while True:
         try:
-            with _opened(name, WEIGHTS, optional=(TOKENIZER,)) as (at, header, content):
-                return at, header, _tensors(at, content(WEIGHTS)), (content(TOKENIZER) or b"").decode()
+            with opened(name, WEIGHTS, optional=(TOKENIZER,)) as (at, header, content):
+                tokenizer = (content(TOKENIZER) or b"").decode()
+                if WEIGHTS not in header["files"]:
+                    # Imported for a checkpoint in parts only, since importing it takes long.
+                    from . import shards
+
+                    if shards.INDEX in header["files"]:
+                        shards.verify(at, header["files"])
+                        return at, header, shards.read(at, "model."), tokenizer
+                return at, header, _tensors(at, content(WEIGHTS)), tokenizer
         except ValueError:
             # A running training removes checkpoints that its pointers no longer name.
             before, name = name, resolve(folder)
@@ -405,5 +455,5 @@ def _pointed(pointer: Path) -> str:
     return name
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]

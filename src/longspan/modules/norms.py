@@ -37,6 +37,11 @@ class HeadNorm(nn.Module):
         self.gate = known(gate, {"none": 0, "silu": 0, "sigmoid": 0}, "gate of a head norm")
         self.weight = nn.Parameter(torch.ones(size)) if kind == "rms" else None
 
+    def reset_parameters(self) -> None:
+        """Set the weights to 1."""
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
         """x (B,H,N,E), gate (B,H,N,E) or None -> (B,H,N,E) in the dtype of x."""
         wide = upcast_half(x)

@@ -30,11 +30,17 @@ class ShortConvolution(nn.Module):
             raise ValueError(f"width={width} must be at least 2")
         self.channels, self.width = channels, width
         self.weight = nn.Parameter(torch.empty(channels, width))
-        nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights as ``nn.Conv1d`` does."""
+        nn.init.uniform_(self.weight, -(self.width**-0.5), self.width**-0.5)
 
     def start(self, batch: int) -> Tensor:
         """Return the state before the first token: zeros (batch, width-1, channels), in float32 or better."""
-        return upcast_half(self.weight.new_zeros(batch, self.width - 1, self.channels))
+        # Not weight.new_zeros: a sharded weight would give a sharded state.
+        like = torch.empty(0, dtype=self.weight.dtype, device=self.weight.device)
+        return upcast_half(like.new_zeros(batch, self.width - 1, self.channels))
 
     def forward(
         self,

@@ -70,7 +70,9 @@ def fit(config: DecoderConfig, run: TrainConfig, *, resume: bool = False, progre
     """Train a decoder, an encoder-decoder on pairs, or an encoder on labeled texts.
 
     With ``run.devices`` > 1, Lightning's launcher starts the calling script once more for each further process, unless
-    torchrun has started all of them. Other processes cannot write into the run directory meanwhile.
+    torchrun or SLURM has started all of them. Other processes cannot write into the run directory meanwhile.
+
+    A resume with another number of devices reads the same examples in each step: ``run.accumulate`` changes.
 
     Args:
         config: the model: ``DecoderConfig``, ``Seq2SeqConfig`` or ``EncoderConfig``.
@@ -84,16 +86,19 @@ def fit(config: DecoderConfig, run: TrainConfig, *, resume: bool = False, progre
     Raises:
         ValueError: for a run directory that is in use, not empty (without ``resume``), has nothing to resume, belongs
             to another run, has a corrupt file or cannot be written; for a config that does not fit the data; if
-            torchrun or SLURM started another number of processes than ``run.devices``; for a loss or gradient that is
-            not finite (the last good checkpoint stays).
+            torchrun or SLURM started another number of processes than ``run.devices`` times ``run.nodes``; if the
+            devices cannot share the examples of a step evenly; for a loss or gradient that is not finite (the
+            last good checkpoint stays).
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, when the current step is finished and saved; immediately
             after a second signal. The message has the checkpoint.
         ImportError: without the extra ``train``.
     """
     # Store absolute paths of the data, so that a resumed run finds them from any directory.
     run = replace(run, data=data.absolute(run.data))
-    launch.check(run.devices)
+    launch.check(run.devices, run.nodes)
     folder, first = Path(run.out), launch.first()
+    if resume:
+        run = runs.adjusted(folder, run)
     engine = _engine()
     (return_pages if config.checkpointing or config.stack == "reversible" else reuse_pages)()
     with contextlib.ExitStack() as stack:
@@ -112,7 +117,9 @@ def _fit(engine: Any, config: DecoderConfig, run: TrainConfig, resume: bool, pro
     # Seed inside fork_rng, so that the RNG state of the caller is untouched.
     with torch.random.fork_rng(range(torch.cuda.device_count())):
         torch.manual_seed(run.seed)
-        model = checkpoint.MODEL_CLASSES[checkpoint.kind_of(config)][1](config)
+        # Of a sharded model the first process draws the weights, and the others receive their parts.
+        with contextlib.nullcontext() if launch.first() or run.strategy != "fsdp" else torch.device("meta"):
+            model = checkpoint.MODEL_CLASSES[checkpoint.kind_of(config)][1](config)
         if isinstance(dataset, Tokens):
             model.tokenizer = dataset.tokenizer
         bar = engine.Bar(run.steps, dataset.unit) if progress else None
@@ -137,6 +144,11 @@ def _fit(engine: Any, config: DecoderConfig, run: TrainConfig, resume: bool, pro
         raise signals.Interrupted(
             f"{end.why} at step {end.steps}; {where} in {folder}; continue with resume=True", end.signal
         )
+    if run.strategy == "fsdp":
+        from ..models import parts
+
+        for name in ("best", "last"):
+            parts.consolidate(checkpoint.resolve(folder, prefer=name))
     best = checkpoint.load(folder)
     objective = objectives.build(best, run, dataset)
     figures = {split: objective.score(best, split) for split in SPLITS}
@@ -175,7 +187,7 @@ def _opening(model: Any, run: TrainConfig, dataset: Dataset | Tokens | Pairs | L
         most = "up to "
     return (
         f"{weights:,} parameters, {specs}; {run.data}: {dataset.count('train'):,} examples of {most}"
-        f"{dataset.length} tokens, {run.batch * run.accumulate * run.devices} per step; on {where}"
+        f"{dataset.length} tokens, {run.step_examples} per step; on {where}"
     )
 
 

@@ -11,8 +11,16 @@ OPTIMIZERS = ("adamw", "radam")
 SCHEDULES = ("cosine", "constant", "drop", "wsd")
 PRECISIONS = ("32", "bf16")
 LOGGERS = ("tensorboard", "csv", "wandb")
+STRATEGIES = ("auto", "ddp", "fsdp")
 # The largest values of some fields, and of all other numbers.
-HIGHEST = {"batch": 1_000_000, "targets": 1_000_000, "devices": 10_000, "learning_rate": 1e19, "seed": 2**63 - 1}
+HIGHEST = {
+    "batch": 1_000_000,
+    "targets": 1_000_000,
+    "devices": 10_000,
+    "nodes": 10_000,
+    "learning_rate": 1e19,
+    "seed": 2**63 - 1,
+}
 MANY = 10**9
 
 
@@ -94,7 +102,12 @@ class TrainConfig:
     keep: int = 2
     """number of latest checkpoints to keep"""
     devices: int = 1
-    """number of GPUs, or of processes on the CPU"""
+    """number of GPUs of each machine, or of processes on the CPU"""
+    nodes: int = 1
+    """number of machines; torchrun or srun starts the processes on each of them"""
+    strategy: str = "auto"
+    """how several devices share the work: ddp (each has all weights) | fsdp (each has a part of the weights, gradients
+    and optimizer states: FSDP2; checkpoints in parts) | auto (ddp)"""
     seconds: float = 0.0
     """wall time in seconds after which to evaluate, save and stop; 0: no limit"""
     out: str = "runs/longspan"
@@ -102,7 +115,17 @@ class TrainConfig:
 
     def __post_init__(self):
         check_fields(self)
-        for name in ("steps", "batch", "accumulate", "evaluate_every", "save_every", "keep", "devices", "targets"):
+        for name in (
+            "steps",
+            "batch",
+            "accumulate",
+            "evaluate_every",
+            "save_every",
+            "keep",
+            "devices",
+            "nodes",
+            "targets",
+        ):
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         for name in (
             "length",
@@ -132,6 +155,7 @@ class TrainConfig:
             ("schedule", SCHEDULES),
             ("precision", PRECISIONS),
             ("logger", LOGGERS),
+            ("strategy", STRATEGIES),
         ):
             known(getattr(self, name), dict.fromkeys(choices), name)
         _require(
@@ -159,6 +183,16 @@ class TrainConfig:
                 "\0" not in getattr(self, name), f"{name}={getattr(self, name)!r} contains a NUL, which a path cannot"
             )
         _require(bool(self.out.strip()), "out is empty; name a folder for the run, e.g. runs/digits")
+
+    @property
+    def world(self) -> int:
+        """Number of processes on all machines."""
+        return self.devices * self.nodes
+
+    @property
+    def step_examples(self) -> int:
+        """Examples per optimizer step on all devices."""
+        return self.batch * self.accumulate * self.world
 
 
 def rate(run: TrainConfig, step: int) -> float:

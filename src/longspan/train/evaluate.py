@@ -12,6 +12,7 @@ from ..data import Dataset, Labeled, Pairs, Tokens
 from ..data.pairs import Batch
 from ..generation.beam_search import beam_search
 from ..generation.sampling import generate
+from ..models.checkpoint import is_sharded
 from ..models.decoder import Decoder
 from ..models.encoder import Encoder
 from ..models.seq2seq import Seq2Seq
@@ -57,10 +58,10 @@ def total(
     indices = chosen_examples(dataset.count(split), examples, rank, world)
     with _evaluating(model):
         nats = torch.zeros((), dtype=torch.float64, device=model.device)
-        for part in indices.split(batch):
+        for part, own in _batches(indices, batch, dataset.count(split), examples, world, is_sharded(model)):
             tokens = dataset.take(split, part).to(model.device)
             outputs, _ = model(model.shift(tokens))
-            nats -= model.likelihood.log_prob(outputs, tokens).double().sum()
+            nats -= model.likelihood.log_prob(outputs, tokens)[:own].double().sum()
     return torch.tensor([nats.item(), len(indices) * dataset.length], dtype=torch.float64)
 
 
@@ -104,9 +105,9 @@ def classified(
     device = next(model.parameters()).device
     with _evaluating(model):
         sums = torch.zeros(2, dtype=torch.float64, device=device)
-        for part in indices.split(batch):
+        for part, own in _batches(indices, batch, dataset.count(split), examples, world, is_sharded(model)):
             tokens, mask, labels = (t.to(device) for t in dataset.take(split, part))
-            logits = model(tokens, mask=mask).double()
+            logits, labels = model(tokens, mask=mask)[:own].double(), labels[:own]
             right = (logits.argmax(-1) == labels).sum().double()
             sums += torch.stack([F.cross_entropy(logits, labels, reduction="sum"), right])
     return torch.tensor([*sums.tolist(), len(indices)], dtype=torch.float64)
@@ -132,6 +133,20 @@ def chosen_examples(count: int, examples: int, rank: int, world: int) -> Tensor:
     """The indices of ``rank`` among ``examples`` evenly spaced examples (0: all)."""
     chosen = min(examples or count, count)
     return (torch.arange(chosen) * count).div(max(1, chosen), rounding_mode="floor")[rank::world]
+
+
+def _batches(
+    indices: Tensor, batch: int, count: int, examples: int, world: int, together: bool
+) -> Iterator[tuple[Tensor, int]]:
+    """Parts of ``indices`` with at most ``batch`` examples, and how many of each count.
+
+    With ``together`` all processes get as many parts, since they run a sharded model together: a process without an
+    example repeats the first one, which does not count.
+    """
+    parts = list(indices.split(batch)) if len(indices) else []
+    yield from ((part, len(part)) for part in parts)
+    most = -(-len(chosen_examples(count, examples, 0, world)) // batch) if together else 0
+    yield from [(torch.zeros(1, dtype=torch.long), 0)] * (most - len(parts))
 
 
 @contextlib.contextmanager

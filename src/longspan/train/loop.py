@@ -22,21 +22,23 @@ from .._utils import atomic_io, signals
 from ..models import checkpoint as checkpoints
 from ..models.decoder import Decoder
 from ..models.stacks import Stack
-from . import loggers
+from . import launch, loggers
 from . import run_dir as runs
 from .average import ENTRY, Average
 from .config import TrainConfig, rate, step_seed
 from .groups import parameter_groups
 from .learned import Diary, scalars, summary
 from .objectives import Objective
+from .place import KEPT, PLACE, placed
 from .report import EVERY, Bar, Clock, Table
 from .speed import flops_per_token, peak_of
 
 # Lightning 2.6 on torch 2.13; each is a regular expression for the beginning of a message.
-REMARKS = ((r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning),)
-
-# Attributes of a task that a checkpoint holds in addition to the weights.
-KEPT = ("micro", "best", "evaluated", "best_step")
+REMARKS = (
+    (r"`isinstance\(treespec, LeafSpec\)` is deprecated", FutureWarning),
+    # No loss changes the outputs in place.
+    (r"FSDP2-wrapped module .* returned a view tensor", UserWarning),
+)
 
 
 class Batches:
@@ -64,6 +66,16 @@ class Task(LightningModule):
         self.average = Average(run.ema) if run.ema else None
         # Steps without an update: all, and those in a row up to now.
         self.skipped = self.skipped_in_row = 0
+        self.sharded = False
+
+    def configure_model(self) -> None:
+        if self.run.strategy == "fsdp" and not self.sharded:
+            from .sharded import shard_task
+
+            mesh = self.device_mesh
+            assert mesh is not None
+            shard_task(self, mesh["data_parallel"], self.trainer.strategy.root_device)
+            self.sharded = True
 
     def train_dataloader(self) -> Batches:
         return Batches(self.objective, self.micro, self.global_rank, self.trainer.world_size)
@@ -92,7 +104,8 @@ class Task(LightningModule):
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         # The gradient is the mean over ranks, so all of them stop here together.
         norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.run.clip or math.inf)
-        self.norm = float(norm)
+        # Sharded gradients have a sharded norm.
+        self.norm = float(norm.full_tensor() if self.sharded else norm)  # pyright: ignore[reportCallIssue] (a DTensor)
         if not math.isfinite(self.norm):
             loss = float(self.means()["loss"])
             what = f"the gradient's norm became {self.norm}" if math.isfinite(loss) else f"the loss became {loss}"
@@ -109,14 +122,15 @@ class Task(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["longspan"] = {name: getattr(self, name) for name in KEPT}
+        checkpoint["longspan"][PLACE] = self.micro * self.run.batch * self.run.world
         if self.run.skip_nonfinite:
             checkpoint["skipped"] = [self.skipped, self.skipped_in_row]
         if self.average:
             checkpoint[ENTRY] = self.average.values
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        for name, value in checkpoint["longspan"].items():
-            setattr(self, name, value)
+        for name in KEPT:
+            setattr(self, name, checkpoint["longspan"][name])
 
         self.skipped, self.skipped_in_row = checkpoint.get("skipped", (0, 0))
         if self.average:
@@ -132,8 +146,8 @@ class Task(LightningModule):
 class FolderIO(CheckpointIO):
     """Store Lightning's checkpoints as our checkpoint directories, without pickle."""
 
-    def __init__(self, model: Any, extra: dict[str, Any]):
-        self.model, self.extra = model, extra
+    def __init__(self, model: Any, run: TrainConfig, extra: dict[str, Any]):
+        self.model, self.run, self.extra = model, run, extra
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         training = {name: value for name, value in checkpoint.items() if name != "state_dict"}
@@ -143,9 +157,7 @@ class FolderIO(CheckpointIO):
         checkpoints.save(self.model, path, training=training, extra=extra)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = True) -> dict[str, Any]:
-        training = checkpoints.restore(path, self.model)
-        if set(training.get("longspan", ())) != set(KEPT):
-            raise ValueError(f"{path} holds no training state; it cannot be resumed")
+        training = placed(path, checkpoints.restore(path, self.model), self.run)
         weights = {f"model.{name}": value for name, value in self.model.state_dict().items()}
         return training | {"state_dict": weights | training.get("objective", {})}
 
@@ -246,8 +258,11 @@ class Keeper(Callback):
 
     def _evaluate(self, trainer: Trainer, task: Task) -> tuple[dict[str, float], bool]:
         """The metrics of the validation split, and whether its bits are the lowest so far."""
-        share = task.objective.sums(task.model, "validation", trainer.global_rank, trainer.world_size)
-        sums = trainer.strategy.reduce(share.to(trainer.strategy.root_device), reduce_op="sum")
+        if task.sharded and not task.objective.even:
+            sums = task.objective.sums(task.model, "validation")
+        else:
+            share = task.objective.sums(task.model, "validation", trainer.global_rank, trainer.world_size)
+            sums = trainer.strategy.reduce(share.to(trainer.strategy.root_device), reduce_op="sum")
         evaluated = task.objective.figures(sums)
         improved = evaluated["bits"] < task.best
         task.evaluated = trainer.global_step
@@ -260,6 +275,12 @@ class Keeper(Callback):
     ) -> None:
         parts = self._recent()
         self.window.clear()
+        # All processes run a sharded model together.
+        chosen = (
+            {}
+            if evaluated is None or not (task.sharded or trainer.is_global_zero)
+            else task.objective.learned(task.model)
+        )
         if not trainer.is_global_zero:
             return
         step, bits = trainer.global_step, parts["loss"] / math.log(2)
@@ -268,7 +289,6 @@ class Keeper(Callback):
         row |= {"mfu": self.share * speed} if self.share else {}
         row |= {"skipped": task.skipped} if self.run.skip_nonfinite else {}
         row |= parts | {f"validation_{name}": value for name, value in (evaluated or {}).items()}
-        chosen = {} if evaluated is None else task.objective.learned(task.model)
         row |= summary(chosen)
         self.diary.write(step, chosen)
         self.table.write({"step": step, **row})
@@ -358,7 +378,6 @@ def train(
 ) -> End:
     """Train ``model`` in place, from the checkpoint ``start`` if there is one; ``extra`` goes into each config.json."""
     gpu = torch.cuda.is_available()
-    distributed = DDPStrategy(process_group_backend="nccl" if gpu else "gloo")
     if run.compile:
         for block in blocks_of(model):
             block.compile()
@@ -367,14 +386,15 @@ def train(
         trainer = Trainer(
             accelerator="gpu" if gpu else "cpu",
             devices=run.devices,
-            strategy=distributed if run.devices > 1 else "auto",
+            num_nodes=run.nodes,
+            strategy=strategy(model, run, extra, "nccl" if gpu else "gloo"),
             precision="bf16-mixed" if run.precision == "bf16" else "32-true",
             max_steps=run.steps,
             max_epochs=-1,
             accumulate_grad_batches=run.accumulate,
             logger=False,
             callbacks=[keeper],
-            plugins=[FolderIO(model, extra)],
+            plugins=[] if run.strategy == "fsdp" else [FolderIO(model, run, extra)],
             default_root_dir=run.out,
             use_distributed_sampler=False,
             num_sanity_val_steps=0,
@@ -383,6 +403,11 @@ def train(
             enable_model_summary=False,
             enable_autolog_hparams=False,
         )
+        if (trainer.world_size, trainer.is_global_zero) != (run.world, launch.first()):
+            raise ValueError(
+                f"this process is {trainer.global_rank} of {trainer.world_size} for Lightning, but the run has "
+                f"{run.world}; start the command with torchrun, or unset the launcher's variables in the environment"
+            )
         why = ""
         try:
             trainer.fit(Task(model, run, objective), ckpt_path=start)
@@ -400,6 +425,16 @@ def train(
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The blocks of all stacks of a model."""
     return [block for module in model.modules() if isinstance(module, Stack) for block in module.blocks]
+
+
+def strategy(model: nn.Module, run: TrainConfig, extra: dict[str, Any], backend: str) -> Any:
+    """How Lightning distributes the run."""
+    if run.strategy == "fsdp":
+        from .sharded import ShardedStrategy, check
+
+        check(model)
+        return ShardedStrategy(model, run, extra, backend)
+    return DDPStrategy(process_group_backend=backend) if run.world > 1 else "auto"
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from ..data.labeled import Batch as Texts
 from ..data.order import batch_indices
 from ..data.pairs import Batch
 from ..data.streams import Stream, Stretch, row_windows
+from ..models.checkpoint import model_class
 from ..models.decoder import Decoder
 from ..models.encoder import Encoder
 from ..models.seq2seq import Seq2Seq
@@ -48,6 +49,9 @@ class Objective(nn.Module, ABC):
     such as states carried between micro-batches, are part of the checkpoint for a resume, but not of the model's
     weights. Buffers belong to one process, so an objective with buffers refuses ``devices`` > 1.
     """
+
+    even = True
+    """whether all ranks call a sharded model equally often in ``sums``; else each of them evaluates the whole split"""
 
     def __init__(self, run: TrainConfig, dataset: Any):
         super().__init__()
@@ -209,6 +213,8 @@ class Segments(NextToken):
     Raises ValueError for images, and for a text without a whole window.
     """
 
+    even = False
+
     def __init__(self, run: TrainConfig, dataset: Dataset | Tokens):
         super().__init__(run, dataset)
         self.stream = Stream(dataset, "train")
@@ -235,10 +241,12 @@ class Streams(NextToken):
     Raises ValueError for images, and for a text that is too short for the number of rows.
     """
 
+    even = False
+
     def __init__(self, run: TrainConfig, dataset: Dataset | Tokens):
         super().__init__(run, dataset)
         self.stream = Stream(dataset, "train")
-        row_windows(self.stream.count, 0, run.batch, 0, run.devices)
+        row_windows(self.stream.count, 0, run.batch, 0, run.world)
         self.carry: Carry | None = None
         self.saved: list[Tensor] = []
 
@@ -284,6 +292,9 @@ class Target(Objective):
 
     The reported loss is without smoothing, so that it is comparable with evaluations.
     """
+
+    # Greedy decoding ends when all targets of a batch have ended.
+    even = False
 
     @property
     def tokens(self) -> float:
@@ -357,7 +368,7 @@ OBJECTIVES: Mapping[type, type[Objective]] = {Decoder: NextToken, Seq2Seq: Targe
 
 def build(model: nn.Module, run: TrainConfig, dataset: Any) -> Objective:
     """Make the objective for a kind of model. Raises ValueError for a run that it does not support."""
-    kind = OBJECTIVES[type(model)]
+    kind = OBJECTIVES[model_class(model)]
     if kind is NextToken:
         kind = Streams if run.stream else Segments if run.segments else NextToken
     objective: Objective = kind(run, dataset)

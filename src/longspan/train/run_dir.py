@@ -3,7 +3,7 @@
 import contextlib
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,14 @@ import yaml
 from .._utils import atomic_io
 from .._utils.locks import exclusive_lock
 from ..models import checkpoint
+from . import launch
 from .config import TrainConfig
 
 CONFIG, LOCK = "config.yaml", ".lock"
 # A resumed run may change these fields: they determine where and how long, not what.
-FREE = ("steps", "devices", "out", "seconds", "save_every", "keep", "logger", "peak_tflops")
-# With streams the number of rows depends on the devices, and each row has a state.
-FREE_OF_STREAMS = tuple(name for name in FREE if name != "devices")
+FREE = ("steps", "out", "seconds", "save_every", "keep", "logger", "peak_tflops")
+# These may change as long as each step reads the same examples.
+SHARES = ("batch", "accumulate", "devices", "nodes")
 
 
 def begun(folder: str | Path) -> bool:
@@ -58,6 +59,31 @@ def claim(folder: Path, recipe: dict[str, Any], resume: bool) -> None:
             )
         if resume:
             _same(folder, recipe)
+
+
+def adjusted(folder: Path, run: TrainConfig) -> TrainConfig:
+    """The run with as many micro-batches per step as give the examples per step of the run in ``folder``.
+
+    With streams each row of the batch has a state, so the number of rows must stay. All processes call this.
+
+    Raises ValueError if the devices cannot share the examples of a step evenly.
+    """
+    if run.stream or not begun(folder):
+        return run
+    before = _recipe(folder / CONFIG)["run"]
+    wanted = before["batch"] * before["accumulate"] * before["devices"] * before["nodes"]
+    # The first process may have written its adjusted config by the time that the others read it.
+    meant = launch.first() and run.accumulate != before["accumulate"]
+    if run.step_examples == wanted or run.batch != before["batch"] or meant:
+        return run
+    accumulate, rest = divmod(wanted, run.batch * run.world)
+    if rest:
+        share = "" if wanted % run.world else f"set run.batch to a divisor of {wanted // run.world}, or "
+        raise ValueError(
+            f"cannot resume {folder} on {run.world} devices with run.batch={run.batch}: a step has {wanted} examples, "
+            f"which is not a multiple of {run.batch * run.world}; {share}choose another number of devices"
+        )
+    return replace(run, accumulate=accumulate)
 
 
 def start(folder: Path) -> tuple[Path | None, str]:
@@ -118,29 +144,48 @@ def _named(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {error.strerror or error}") from error
 
 
+def _recipe(path: Path) -> dict[str, dict[str, Any]]:
+    """The recipe in a run's config.yaml, complete. Raises ValueError if it is corrupt."""
+    try:
+        found = yaml.safe_load(atomic_io.read_text(path))
+        # A field that an older version did not have had the value of its default.
+        kind = found["model"].get("kind", "decoder")
+        usual = {"kind": kind} | asdict(checkpoint.MODEL_CLASSES[kind][0]())
+        return {"model": usual | found["model"], "run": asdict(TrainConfig(**found["run"]))}
+    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
+        raise _corrupt(path) from error
+
+
+def _corrupt(path: Path) -> ValueError:
+    return ValueError(f"{path} is corrupt: it holds no model and run")
+
+
+def _sharing(run: dict[str, Any]) -> tuple[int, ...]:
+    """What ``SHARES`` must keep: the examples of a step; with streams the rows and the micro-batches of a step."""
+    rows = run["batch"] * run["devices"] * run["nodes"]
+    return (rows, run["accumulate"]) if run["stream"] else (rows * run["accumulate"],)
+
+
 def _same(folder: Path, recipe: dict[str, Any]) -> None:
     path = folder / CONFIG
     if not path.exists():
         raise ValueError(f"{folder} holds no run: it has no {CONFIG}; choose another folder by out")
+    before = _recipe(path)
     try:
-        before = yaml.safe_load(atomic_io.read_text(path))
-        # A field that an older version did not have had the value of its default.
-        kind = recipe["model"].get("kind", "decoder")
-        usual = {
-            "model": {"kind": "decoder"} | asdict(checkpoint.MODEL_CLASSES[kind][0]()),
-            "run": asdict(TrainConfig()),
-        }
-        now = {"model": {"kind": kind} | recipe["model"], "run": recipe["run"]}
-        free = FREE_OF_STREAMS if recipe["run"].get("stream") else FREE
+        now = {"model": {"kind": "decoder"} | recipe["model"], "run": recipe["run"]}
+        then = before["run"]
+        free = FREE + (SHARES if _sharing(then) == _sharing(recipe["run"]) else ())
+        # Checkpoints of fsdp are in parts, one for each process.
+        free += ("strategy",) if "fsdp" not in {then["strategy"], recipe["run"]["strategy"]} else ()
         differ = [
             f"{part}.{name} ({old.get(name, 'absent')} -> {new.get(name, 'absent')})"
-            for part, old, new in ((part, usual[part] | before[part], now[part]) for part in ("model", "run"))
+            for part, old, new in ((part, before[part], now[part]) for part in ("model", "run"))
             for name in dict.fromkeys((*old, *new))
             if old.get(name) != new.get(name) and not (part == "run" and name in free)
         ]
         fewer = recipe["run"]["steps"] < before["run"]["steps"]
-    except (yaml.YAMLError, KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is corrupt: it holds no model and run") from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise _corrupt(path) from error
     if fewer:
         differ.append(f"run.steps ({before['run']['steps']} -> {recipe['run']['steps']}; it may only grow)")
     if differ:

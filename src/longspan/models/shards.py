@@ -1,0 +1,96 @@
+"""Tensors of checkpoints in parts, one file for each process, in the format of ``torch.distributed.checkpoint``.
+
+The files lie in a checkpoint folder, whose config.json has their digests. Only tensors are stored, and only classes
+that describe them are unpickled. Names begin with ``model.``, ``objective.`` or ``optimizer.``.
+"""
+
+import hashlib
+import pickle
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+INDEX = ".metadata"
+# The modules whose classes describe tensors; torch itself has sizes and dtypes.
+DESCRIBING = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+PLAIN = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "Path")}
+
+
+class _Unpickler(pickle.Unpickler):
+    """Unpickles descriptions of tensors only, since a pickle could otherwise run any code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The class or dtype of this name."""
+        if module in DESCRIBING and "." not in name:
+            found = super().find_class(module, name)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        if (module, name) in PLAIN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{INDEX} contains {module}.{name}, which does not describe a tensor")
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads the index of a checkpoint without running code in it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The shapes, dtypes and places of all tensors."""
+        path = Path(self.path) / INDEX
+        try:
+            with path.open("rb") as file:
+                found = _Unpickler(file).load()
+            if not isinstance(found, Metadata):
+                raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError) as error:
+            raise ValueError(f"{path} is corrupt or foreign: {error}") from error
+        return found
+
+
+def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Write tensors, sharded or not, into a folder; all processes call this together."""
+    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder))
+
+
+def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of each tensor. Raises ValueError for a corrupt index."""
+    found = Reader(folder).read_metadata().state_dict_metadata
+    return {name: (t.size, t.properties.dtype) for name, t in found.items() if isinstance(t, TensorStorageMetadata)}
+
+
+def read_into(tensors: Mapping[str, Tensor], folder: Path) -> None:
+    """Fill tensors, sharded or not, with those of the same names; all processes call this together."""
+    dcp.load(dict(tensors), storage_reader=Reader(folder))
+
+
+def read(folder: Path, prefix: str) -> dict[str, Tensor]:
+    """Read the whole tensors whose names begin with ``prefix``, in one process; the prefix is removed."""
+    found = {name: it for name, it in shapes(folder).items() if name.startswith(prefix)}
+    tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in found.items()}
+    if tensors:
+        with warnings.catch_warnings():
+            # One process alone, as meant.
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+            dcp.load(tensors, storage_reader=Reader(folder), no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+def verify(folder: Path, files: Mapping[str, Any], rank: int = 0, world: int = 1) -> None:
+    """Compare every ``world``-th of the files with its digest. Raises ValueError for one that was changed."""
+    for name in [name for name in sorted(files) if name == INDEX or name.endswith(".distcp")][rank::world]:
+        path = folder / name
+        try:
+            with path.open("rb") as file:
+                found = {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        except OSError as error:
+            raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
+        if found != files[name]:
+            raise ValueError(
+                f"{path} was changed or damaged since it was written: it is {found}, and config.json records "
+                f"{files[name]}; restore it from a copy, or take another checkpoint"
+            )
