@@ -1,11 +1,19 @@
 """Training on several devices: every parameter has a gradient in every step, and replicas equal one process."""
 
+import contextlib
 import inspect
-from dataclasses import asdict
+import json
+import os
+import random
+import signal
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 import torch
-from test_resume import finish, start
+import yaml
+from test_resume import finish, start, wait_for
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -13,9 +21,12 @@ from torch.nn.parallel import DistributedDataParallel
 import longspan
 from longspan.attention import list_mechanisms, mechanism_examples
 from longspan.attention.base import REGISTRY, own_options
+from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
-from training_process import TINY
+from longspan.train import fit, loop, objectives
+from longspan.train.place import PLACE
+from training_process import TINY, tiny
 
 SIZES = {"dim": 8, "heads": 2, "feedforward": 12}
 COMPRESSIVE = "compressive(memory=16, compressed=8, rate=2)"
@@ -106,3 +117,130 @@ def test_two_devices_equal_one_with_the_double_batch(attention, penalty, tmp_pat
     for name, value in first.items():
         assert torch.equal(value, second[name]), f"the replicas differ in {name}"
         torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-5, msg=name)
+
+
+def taken(folder, devices, accumulate):
+    """The examples that each step read, by all processes together."""
+    found = {}
+    for rank in range(devices):
+        for index, indices in json.loads((folder / f"taken-{rank}.json").read_text()).items():
+            found.setdefault(int(index) // accumulate, []).extend(indices)
+    return {step: sorted(indices) for step, indices in found.items()}
+
+
+def recorded(monkeypatch):
+    """The examples of each micro-batch of runs in this process."""
+    order, found = objectives.batch_indices, []
+
+    def kept(*arguments):
+        found.append(order(*arguments).tolist())
+        return found[-1]
+
+    monkeypatch.setattr(objectives, "batch_indices", lambda *arguments: torch.tensor(kept(*arguments)))
+    return found
+
+
+FIELDS = {"steps": 6, "save_every": 3, "evaluate_every": 6, "schedule": "constant"}
+PLAIN = replace(TINY, dropout=0.0)
+
+
+# As of an older version, which counted micro-batches, and had no run.nodes and no run.strategy.
+@pytest.mark.parametrize("older", [False, True])
+def test_the_place_is_counted_in_examples(older, tmp_path, monkeypatch):
+    found = recorded(monkeypatch)
+    fit(PLAIN, tiny(tmp_path / "whole", batch=6, **FIELDS), progress=False)
+    whole = found[:6]
+    save = loop.Task.on_save_checkpoint
+    if older:
+        monkeypatch.setattr(
+            loop.Task, "on_save_checkpoint", lambda *args: (save(*args), args[1]["longspan"].pop(PLACE))
+        )
+    fit(PLAIN, tiny(tmp_path / "a", batch=6, **FIELDS | {"steps": 3}), progress=False)
+    recipe = tmp_path / "a" / "run" / "config.yaml"
+    if older:
+        content = yaml.safe_load(recipe.read_text())
+        content["run"] = {k: v for k, v in content["run"].items() if k not in ("nodes", "strategy")}
+        recipe.write_text(yaml.safe_dump(content))
+    found.clear()
+    result = fit(PLAIN, tiny(tmp_path / "a", batch=2, accumulate=3, **FIELDS), resume=True, progress=False)
+    assert result.steps == 6
+    steps = [[*a, *b, *c] for a, b, c in zip(found[0:9:3], found[1:9:3], found[2:9:3], strict=True)]
+    assert [sorted(one) for one in steps] == [sorted(one) for one in whole[3:]]
+    models = [longspan.load(tmp_path / name / "run").state_dict() for name in ("a", "whole")]
+    for name, value in models[0].items():
+        torch.testing.assert_close(value, models[1][name], rtol=0, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"devices": 4},
+            r"on 4 devices with run.batch=6: a step has 6 examples, which is not a multiple of 24; choose",
+        ),
+        ({"devices": 2}, r"a step has 6 examples, which is not a multiple of 12; set run.batch to a divisor of 3, or"),
+        ({"batch": 4}, r"other settings: run.batch \(6 -> 4\)"),
+        ({"accumulate": 2}, r"other settings: run.accumulate \(1 -> 2\)"),
+        ({"accumulate": 2, "batch": 6, "devices": 2}, r"run.accumulate \(1 -> 2\), run.devices \(1 -> 2\)"),
+    ],
+)
+def test_devices_that_cannot_share_a_step_are_refused(fields, message, tmp_path):
+    fit(PLAIN, tiny(tmp_path, batch=6, **FIELDS | {"steps": 1}), progress=False)
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    with pytest.raises(ValueError, match=message):
+        fit(PLAIN, tiny(tmp_path, **{"batch": 6} | FIELDS | fields), resume=True, progress=False)
+    assert (tmp_path / "run" / "config.yaml").read_text() == before
+
+
+@pytest.mark.full
+def test_resumed_on_two_devices_reads_the_examples_of_one(tmp_path):
+    fields = {"dropout": 0.0, "batch": 3, **FIELDS}
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    finish(start(whole, accumulate=2, **fields), whole)
+    finish(start(moved, accumulate=2, **fields | {"steps": 3}), moved)
+    finish(start(moved, accumulate=2, devices=2, resume=True, **fields), moved)
+    recipe = yaml.safe_load((moved / "run" / "config.yaml").read_text())["run"]
+    assert (recipe["devices"], recipe["accumulate"]) == (2, 1)
+    wanted = taken(whole, 1, 2)
+    assert all(indices == wanted[step] for step, indices in taken(moved, 2, 1).items() if 3 <= step < 6)
+    found, alone = (torch.load(folder / "weights-0.pt") for folder in (moved, whole))
+    for name, value in found.items():
+        torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-5, msg=name)
+
+
+def children(process):
+    return [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds the other processes in /proc")
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_killed_at_any_moment_nothing_is_lost(strategy, tmp_path):
+    fields = {"dropout": 0.0, "steps": 30, "save_every": 2, "evaluate_every": 8, "strategy": strategy, "keep": 3}
+    chance, killed = random.Random(strategy), tmp_path / "killed"
+    finish(start(tmp_path / "whole", batch=6, **fields), tmp_path / "whole")
+    # Alternately a process of two, and the only one.
+    for attempt, sizes in enumerate([{"batch": 3, "devices": 2}, {"batch": 6}, {"batch": 3, "devices": 2}]):
+        at = 4 + 8 * attempt
+        process = start(killed, resume=attempt > 0, pause=0.03, **fields | sizes)
+        wait_for(killed, process, at)
+        time.sleep(chance.uniform(0, 0.5))
+        os.kill(chance.choice([process.pid, *children(process)]), signal.SIGKILL)
+        try:
+            process.wait(timeout=60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        left = [path for path in (killed / "run" / "checkpoints").iterdir() if path.name.startswith("step-")]
+        assert left
+        # What is there is whole.
+        steps = {path: checkpoint.read_config(path)["step"] for path in left}
+        assert all(path.name == f"step-{step:08d}" for path, step in steps.items())
+        assert all(p.isfinite().all() for path in left for p in checkpoint.load(path).parameters())
+    finish(start(killed, resume=True, **fields, batch=3, devices=2), killed)
+    found, wanted = (longspan.load(f / "run" / "checkpoints" / "step-00000030") for f in (killed, tmp_path / "whole"))
+    for name, value in found.state_dict().items():
+        torch.testing.assert_close(value, wanted.state_dict()[name], rtol=0, atol=3e-5, msg=name)
+    tables = [(f / "run" / "metrics.csv").read_text().splitlines()[1:] for f in (killed, tmp_path / "whole")]
+    assert [row.split(",")[0] for row in tables[0]] == [row.split(",")[0] for row in tables[1]]

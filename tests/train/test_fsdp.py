@@ -5,6 +5,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,6 @@ from longspan.attention.base import REGISTRY
 from longspan.cli import entry
 from longspan.cli.entry import main
 from longspan.models import checkpoint, shards
-from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import fit
 from longspan.train.sharded import check
@@ -70,7 +70,7 @@ def test_sharded_models_equal_whole_ones(name, results):
 @pytest.mark.parametrize(("stack", "message"), [("reversible", "stack='reversible'"), ("act(steps=2)", "stack='act'")])
 def test_what_cannot_be_sharded_is_named(stack, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        check(Decoder(DecoderConfig(**SIZES | {"stack": stack})))
+        check(Decoder(checkpoint.config_of(SIZES | {"stack": stack})))
 
 
 @pytest.fixture(scope="module")
@@ -197,4 +197,4 @@ def test_fsdp_and_ddp_runs_do_not_mix(sharded, tmp_path):
     shutil.copytree(sharded / "run", tmp_path / "run")
     run = tiny(tmp_path, **{k: v for k, v in SHARDED.items() if k != "dropout"} | {"strategy": "ddp"})
     with pytest.raises(ValueError, match=r"other settings: run.strategy \(fsdp -> ddp\)"):
-        fit(DecoderConfig(**TINY.to_dict() | {"dropout": 0.0}), run, resume=True, progress=False)
+        fit(replace(TINY, dropout=0.0), run, resume=True, progress=False)
