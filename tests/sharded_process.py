@@ -12,10 +12,12 @@ import traceback
 import warnings
 from pathlib import Path
 
+import pytest
 import torch
 from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import longspan
 from longspan.models import checkpoint
@@ -85,10 +87,47 @@ def saved(fields, mesh, folder):
     return error(longspan.load(folder / "saved").state_dict(), wanted)
 
 
+def tensor_parallel(fields, mesh, folder):
+    """Maps that give each process some of the channels, which would be taken for narrower heads."""
+    attention = built(fields).stack.attentions()[0]
+    plan = dict.fromkeys(("query", "key", "value"), ColwiseParallel()) | {"out": RowwiseParallel()}
+    parallelize_module(attention, mesh, plan)
+    x = torch.randn(1, 5, attention.dim, dtype=torch.float64)
+    message = r"tensor parallelism \(parallelize_module\) is not supported"
+    with pytest.raises(ValueError, match=message):
+        attention(x)
+    # Whatever the compiler turns an error of its trace into.
+    with pytest.raises(Exception, match=message):
+        torch.compile(attention, backend="eager", fullgraph=True)(x)
+    return 0.0
+
+
+def materialized(fields, mesh, folder):
+    """Built without memory, sharded, and drawn: finite, and the same as a whole model's in distribution."""
+    whole = built(fields)
+    with torch.device("meta"):
+        config = checkpoint.config_of(fields)
+        model = checkpoint.MODEL_CLASSES[checkpoint.kind_of(config)][1](config).double()
+    shard(model, mesh)
+    model.to_empty(device="cpu")
+    for weight in model.parameters():
+        torch.nn.init.constant_(weight, torch.nan)
+    torch.manual_seed(0)
+    model.reset_parameters()
+    loss(model, tokens(model, 2)).backward()
+    for name, weight in whole.named_parameters():
+        found = dict(model.named_parameters())[name].full_tensor()
+        assert found.isfinite().all(), name
+        if found.numel() >= 16:
+            assert 0.4 * weight.std() <= found.std() <= 2.5 * weight.std() + 1e-9, name
+    return 0.0
+
+
 def main():
     folder, rank, world = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "FSDP2-wrapped module")
+    warnings.filterwarnings("ignore", "DTensor random operators may not have complete support on cpu")
     timeout = datetime.timedelta(seconds=60)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world, timeout=timeout)
     mesh, results = init_device_mesh("cpu", (world,)), []

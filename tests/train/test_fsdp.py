@@ -39,10 +39,18 @@ MODELS = {
 }
 
 
+PARALLEL = {
+    "tensor parallel linear": SIZES | {"attention": "linear"},
+    "tensor parallel softmax": SIZES | {"attention": "softmax"},
+}
+
+
 def job(name):
+    if name in PARALLEL:
+        return {"model": PARALLEL[name], "does": ["tensor_parallel"]}
     if name in MODELS:
         decodes = [] if "kind" in MODELS[name] else ["generation"]
-        return {"model": MODELS[name], "does": ["gradients", "saved", *decodes]}
+        return {"model": MODELS[name], "does": ["gradients", "saved", "materialized", *decodes]}
     does = ["generation"] if name in NOISY else ["gradients", "generation"]
     return {"model": SIZES | {"attention": mechanism_examples(name)[0]}, "does": does}
 
@@ -50,7 +58,7 @@ def job(name):
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Of two processes, for each job."""
-    folder, names = tmp_path_factory.mktemp("sharded"), [*MODELS, *CAUSAL]
+    folder, names = tmp_path_factory.mktemp("sharded"), [*MODELS, *PARALLEL, *CAUSAL]
     (folder / "jobs.json").write_text(json.dumps([job(name) for name in names]))
     script = Path(__file__).parents[1] / "sharded_process.py"
     started = [subprocess.Popen([sys.executable, script, folder, str(rank), "2"]) for rank in range(2)]
@@ -59,7 +67,7 @@ def results(tmp_path_factory):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", [*MODELS, *CAUSAL])
+@pytest.mark.parametrize("name", [*MODELS, *PARALLEL, *CAUSAL])
 def test_sharded_models_equal_whole_ones(name, results):
     assert set(results[name]) == set(job(name)["does"])
     for what, found in results[name].items():

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Never, overload
 
@@ -11,6 +12,7 @@ from typing_extensions import TypeVar
 
 from .._utils import spec, typecheck
 from .._utils.aliases import refuse
+from ..modules.init import fill
 from ..ops.isolated import Packed, Part, isolated
 from ..ops.shards import active_shards
 from ..patterns import Pattern
@@ -153,6 +155,20 @@ class Attention(nn.Module, Generic[S]):
             hint = "" if causal or more else f"; {f'bidirectional({self.name})'!r} runs it in both directions"
             raise ValueError(f"{self.name} has no {direction} form; it has: {', '.join(self.directions)}{hint}")
         self.dim, self.heads, self.causal = dim, heads, causal
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw all weights and buffers as a new module does, for example after ``to_empty`` on the meta device.
+
+        All processes of a sharded module must call it; they keep their parts of the first one's numbers.
+        """
+        names = dict.fromkeys(("dim", "heads", *spec.options(type(self).__init__)))
+        with torch.device("cpu"):
+            new = type(self)(**{name: getattr(self, name) for name in names}).state_dict(keep_vars=True)
+        for name, own in self.state_dict(keep_vars=True).items():
+            # An attention that is an option is the same module in both, and draws its own.
+            if own is not new[name]:
+                fill(own, new[name])
 
     @property
     def weight_like(self) -> Tensor:
@@ -311,6 +327,9 @@ class Attention(nn.Module, Generic[S]):
         given = {name: value for name, value in given.items() if value is not None}
         if _trusted is None:
             given = validation.checked_arguments(self, x, state, given)
+        # In a process that shards no tensors, or in a graph, there is nothing to look up.
+        if not torch.compiler.is_compiling() and "torch.distributed.tensor" in sys.modules:
+            validation.refuse_parts(self)
         if state is not None and 0 in x.shape:
             # Without tokens the state stays the same. It is copied, since a later call may donate one of the two.
             validation.fill_record({} if record is None else record, {})

@@ -82,6 +82,12 @@ class Bidirectional(Attention[Never]):
         self.of, self.share = self.forwards.spec, share
         self.supported_args = self.supported_args & self.forwards.supported_args
 
+    def reset_parameters(self) -> None:
+        """Draw all weights and buffers of both directions as a new module does."""
+        for direction in self.children():
+            if isinstance(direction, Attention):
+                direction.reset_parameters()
+
     @property
     def positional(self) -> bool:
         """Always True: each direction is causal, so that reordering the tokens changes the outputs."""

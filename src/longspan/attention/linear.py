@@ -15,6 +15,7 @@ from ..ops.prefix import join
 from ..ops.tensors import merge, positions, split, upcast_half, visible
 from ..states.sums import ContextSums, across
 from .base import Attention
+from .validation import check_width
 
 
 class LinearState(NamedTuple):
@@ -108,7 +109,9 @@ class Linear(Attention[LinearState | LinearRotaryState | ContextSums]):
         record: dict[str, Any] | None = None,
         donate: bool = False,
     ) -> tuple[Tensor, LinearState | LinearRotaryState | ContextSums | None]:
-        q = split(self.query(x), self.heads)
+        q = self.query(x)
+        check_width(q, self.dim)
+        q = split(q, self.heads)
         if isinstance(state, ContextSums):
             read = self.phi(upcast_half(q)) @ state.sums
             return self.out(merge(linear.normalize(read, self.eps).to(x.dtype))), state

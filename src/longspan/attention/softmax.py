@@ -11,6 +11,7 @@ from ..ops.tensors import merge, positions, split
 from ..states import kv_cache
 from ..states.kv_cache import CachedContext, CacheView, KeyValues
 from .base import Attention
+from .validation import check_width
 
 
 class Softmax(Attention[KeyValues | CachedContext]):
@@ -92,7 +93,9 @@ class Softmax(Attention[KeyValues | CachedContext]):
         record: dict[str, Any] | None = None,
         donate: bool = False,
     ) -> tuple[Tensor, KeyValues | CachedContext | None]:
-        q = split(self.query(x), self.heads)
+        q = self.query(x)
+        check_width(q, self.dim)
+        q = split(q, self.heads)
         if context is not None:
             state = self._project(context, context_mask)
         if isinstance(state, CachedContext):

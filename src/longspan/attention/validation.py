@@ -1,5 +1,6 @@
 """Validation of the arguments of a call."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any, ClassVar, Protocol
@@ -163,6 +164,26 @@ def weight_of(module: nn.Module | Contract) -> Tensor | None:
         if isinstance(weight, Tensor) and weight.is_floating_point():
             return weight
     return next((p for p in module.parameters() if p.is_floating_point()), None)
+
+
+def refuse_parts(module: nn.Module) -> None:
+    """Raise ValueError for weights in parts at the time of a call, whose heads would have too few channels."""
+    sharded = sys.modules["torch.distributed.tensor"].DTensor
+    for name, weight in module.named_parameters():
+        if isinstance(weight, sharded):
+            raise ValueError(
+                f"{type(module).__name__}.{name} is in parts during the call; tensor parallelism (parallelize_module) "
+                "is not supported; use fully_shard, and call the module to which it was applied"
+            )
+
+
+def check_width(x: Tensor, width: int) -> None:
+    """Raise ValueError unless the last axis of a projection has ``width`` channels, as with tensor parallelism."""
+    if x.shape[-1] != width:
+        raise ValueError(
+            f"a projection has {x.shape[-1]} channels, but the module needs {width}; tensor parallelism "
+            "(parallelize_module) is not supported; use fully_shard"
+        )
 
 
 def _check_order(segments: Tensor, real: Tensor, mask: Tensor | None) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .._utils.aliases import refuse
 from . import likelihood
 from .config import DecoderConfig
-from .embedding import Embedding, check_position, check_tokens, initialize
+from .embedding import Embedding, check_position, check_tokens, initialize, reset_parameters
 from .stacks import Stack, check_fits_in_memory
 
 
@@ -54,6 +54,10 @@ class Decoder(nn.Module):
         if not config.tied:
             self.head = nn.Linear(config.dim, self.likelihood.size)
         initialize(self, config.depth)
+
+    def reset_parameters(self) -> None:
+        """Draw all weights and buffers as a new model does, also after ``to_empty`` on the meta device."""
+        reset_parameters(self, self.config.depth)
 
     @property
     def device(self) -> torch.device:

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor, nn
 
+from ..attention import Attention
 from ..attention.validation import real_segments
 from ..modules.positions import Learned, Sinusoidal, parse
 from ..modules.sinusoidal import sinusoid
@@ -86,6 +87,15 @@ def check_position(position: Tensor, tokens: Tensor) -> None:
     same_device(tokens=tokens, state=position)
     check_stored("the state", position)
     check_counts("position", position)
+
+
+def reset_parameters(model: nn.Module, depth: int) -> None:
+    """Draw all weights and buffers of a model as a new one does, also of one on the meta device after ``to_empty``."""
+    modules = [module for module in model.modules() if module is not model and hasattr(module, "reset_parameters")]
+    # The maps of an attention first, since the attention may draw them in another way.
+    for module in sorted(modules, key=lambda module: isinstance(module, Attention)):
+        module.reset_parameters()
+    initialize(model, depth)
 
 
 def initialize(model: nn.Module, depth: int) -> None:

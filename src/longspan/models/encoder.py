@@ -11,7 +11,7 @@ from ..attention.validation import check_x
 from ..modules.positions import Learned
 from ..ops.tensors import upcast_half
 from .config import EncoderConfig
-from .embedding import Embedding, _check_own, check_tokens, initialize
+from .embedding import Embedding, _check_own, check_tokens, initialize, reset_parameters
 from .stacks import Stack, check_fits_in_memory
 
 
@@ -50,6 +50,10 @@ class Encoder(nn.Module):
         self.stack = Stack(config, causal=False, positions=config.positions)
         self.head = nn.Linear(config.dim, config.outputs) if config.outputs else nn.Identity()
         initialize(self, config.depth)
+
+    def reset_parameters(self) -> None:
+        """Draw all weights and buffers as a new model does, also after ``to_empty`` on the meta device."""
+        reset_parameters(self, self.config.depth)
 
     def forward(
         self,

@@ -10,7 +10,7 @@ from .._utils.aliases import refuse
 from . import likelihood
 from .config import EncoderConfig, Seq2SeqConfig
 from .decoder import DecoderState
-from .embedding import Embedding, check_position, check_tokens, initialize
+from .embedding import Embedding, check_position, check_tokens, initialize, reset_parameters
 from .stacks import Stack, check_fits_in_memory
 
 
@@ -55,6 +55,10 @@ class Seq2Seq(nn.Module):
         if not config.tied:
             self.head = nn.Linear(config.dim, self.likelihood.size)
         initialize(self, config.depth)
+
+    def reset_parameters(self) -> None:
+        """Draw all weights and buffers as a new model does, also after ``to_empty`` on the meta device."""
+        reset_parameters(self, self.config.depth)
 
     @property
     def device(self) -> torch.device:

@@ -1,5 +1,6 @@
 """Initialization of decays, and access to the weights of quantized linear maps."""
 
+import sys
 from typing import Any
 
 import torch
@@ -12,6 +13,14 @@ def linear_numbers(layer: Any) -> tuple[Tensor, Tensor | None]:
         return layer.weight, layer.bias
     weight = layer.weight()
     return (weight.dequantize() if weight.is_quantized else weight), layer.bias()
+
+
+def fill(own: Tensor, value: Tensor) -> None:
+    """Copy numbers into a weight; of a sharded one each process gets its part of the first one's numbers."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and isinstance(own, module.DTensor):
+        value = module.distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
+    own.copy_(value)
 
 
 def time_steps(*shape: int) -> Tensor:

@@ -327,7 +327,10 @@ class Keeper(Callback):
         names = sorted(path.name for path in self.folder.glob("step-*"))
         for name in names[: -self.run.keep]:
             if name not in pointed:
-                shutil.rmtree(self.folder / name, ignore_errors=True)
+                # Renamed first: a process killed meanwhile leaves no checkpoint that lacks files.
+                leaving = atomic_io.sibling_path(self.folder / name, "tmp")
+                (self.folder / name).rename(leaving)
+                atomic_io.remove(leaving)
         for name in {path.name.split(".")[1] for path in self.folder.glob(".step-*")}:
             checkpoints.tidy(self.folder / name)
 

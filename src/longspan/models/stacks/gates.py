@@ -36,7 +36,11 @@ class Gate(nn.Module):
         super().__init__()
         self.linear = nn.ModuleDict({name: nn.Linear(dim, dim, bias=False) for name in self.maps})
         # Not a bias of a linear map, which initialization would set to zero.
-        self.lean = nn.Parameter(torch.full((dim,), float(bias)))
+        self.bias, self.lean = float(bias), nn.Parameter(torch.full((dim,), float(bias)))
+
+    def reset_parameters(self) -> None:
+        """Set the bias to its first value; its maps draw their own weights."""
+        nn.init.constant_(self.lean, self.bias)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         return self.join(x, F.relu(y))

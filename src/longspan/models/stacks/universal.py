@@ -99,6 +99,12 @@ class Act(Universal):
         self.threshold = threshold
         # Not an ``nn.Linear``, whose bias initialization would set to zero.
         self.halt, self.bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.tensor(float(bias)))
+        self.first_bias = float(bias)
+
+    def reset_parameters(self) -> None:
+        """Set the weights of the halting unit to their first values."""
+        nn.init.zeros_(self.halt)
+        nn.init.constant_(self.bias, self.first_bias)
 
     def forward(
         self, blocks: list[Block], x: Tensor, state: UniversalState | None, call: StackCall
