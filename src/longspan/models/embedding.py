@@ -1,5 +1,7 @@
 """Token embeddings with positions, and the checks of a model's input."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -91,7 +93,9 @@ def check_position(position: Tensor, tokens: Tensor) -> None:
 
 def reset_parameters(model: nn.Module, depth: int) -> None:
     """Draw all weights and buffers of a model as a new one does, also of one on the meta device after ``to_empty``."""
-    modules = [module for module in model.modules() if module is not model and hasattr(module, "reset_parameters")]
+    modules: list[Any] = [
+        module for module in model.modules() if module is not model and hasattr(module, "reset_parameters")
+    ]
     # The maps of an attention first, since the attention may draw them in another way.
     for module in sorted(modules, key=lambda module: isinstance(module, Attention)):
         module.reset_parameters()

@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.distributed import checkpoint as dcp
 from torch.distributed.tensor import DTensor
 
 from .._utils import atomic_io, sealed_dir
@@ -65,7 +64,7 @@ def save(
                     (temporary / checkpoint.TOKENIZER).write_text(text, encoding="utf-8")
                 sealed_dir.seal(temporary, header)
                 sealed_dir.swap(temporary, folder)
-        except (OSError, dcp.CheckpointException) as error:
+        except (OSError, ValueError) as error:
             problem = f"cannot write the checkpoint {folder}: {checkpoint.first_line(error)}"
         # No process goes on before the checkpoint is complete.
         _agreed(problem)

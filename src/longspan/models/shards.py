@@ -4,17 +4,21 @@ The files lie in a checkpoint folder, whose config.json has their digests. Only 
 that describe them are unpickled. Names begin with ``model.``, ``objective.`` or ``optimizer.``.
 """
 
+import contextlib
 import hashlib
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 INDEX = ".metadata"
 # The modules whose classes describe tensors; torch itself has sizes and dtypes.
@@ -36,7 +40,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{INDEX} contains {module}.{name}, which does not describe a tensor")
 
 
-class Reader(dcp.FileSystemReader):
+class Reader(FileSystemReader):
     """Reads the index of a checkpoint without running code in it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -54,7 +58,8 @@ class Reader(dcp.FileSystemReader):
 
 def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write tensors, sharded or not, into a folder; all processes call this together."""
-    dcp.save(dict(tensors), storage_writer=dcp.FileSystemWriter(folder))
+    with _plain_errors("cannot write", folder):
+        save(dict(tensors), storage_writer=FileSystemWriter(folder))
 
 
 def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -65,7 +70,8 @@ def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
 
 def read_into(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Fill tensors, sharded or not, with those of the same names; all processes call this together."""
-    dcp.load(dict(tensors), storage_reader=Reader(folder))
+    with _plain_errors("cannot read", folder):
+        load(dict(tensors), storage_reader=Reader(folder))
 
 
 def read(folder: Path, prefix: str) -> dict[str, Tensor]:
@@ -73,11 +79,21 @@ def read(folder: Path, prefix: str) -> dict[str, Tensor]:
     found = {name: it for name, it in shapes(folder).items() if name.startswith(prefix)}
     tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in found.items()}
     if tensors:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _plain_errors("cannot read", folder):
             # One process alone, as meant.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            dcp.load(tensors, storage_reader=Reader(folder), no_dist=True)
+            load(tensors, storage_reader=Reader(folder), no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
+@contextlib.contextmanager
+def _plain_errors(what: str, folder: Path) -> Iterator[None]:
+    """Turn the error that DCP raises in all processes, a BaseException, into a ValueError with its first cause."""
+    try:
+        yield
+    except CheckpointException as error:
+        cause = next((one[0] for one in error.failures.values()), error)
+        raise ValueError(f"{what} {folder}: {cause}") from error
 
 
 def verify(folder: Path, files: Mapping[str, Any], rank: int = 0, world: int = 1) -> None:

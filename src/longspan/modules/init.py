@@ -19,7 +19,8 @@ def fill(own: Tensor, value: Tensor) -> None:
     """Copy numbers into a weight; of a sharded one each process gets its part of the first one's numbers."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and isinstance(own, module.DTensor):
-        value = module.distribute_tensor(value.to(own.device), own.device_mesh, own.placements)
+        part: Any = own
+        value = module.distribute_tensor(value.to(own.device), part.device_mesh, part.placements)
     own.copy_(value)
 
 

@@ -103,9 +103,9 @@ class Task(LightningModule):
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         # The gradient is the mean over ranks, so all of them stop here together.
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.run.clip or math.inf)
+        norm: Any = torch.nn.utils.clip_grad_norm_(self.parameters(), self.run.clip or math.inf)
         # Sharded gradients have a sharded norm.
-        self.norm = float(norm.full_tensor() if self.sharded else norm)  # pyright: ignore[reportCallIssue] (a DTensor)
+        self.norm = float(norm.full_tensor() if self.sharded else norm)
         if not math.isfinite(self.norm):
             loss = float(self.means()["loss"])
             what = f"the gradient's norm became {self.norm}" if math.isfinite(loss) else f"the loss became {loss}"
