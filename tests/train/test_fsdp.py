@@ -49,7 +49,7 @@ def job(name):
     if name in PARALLEL:
         return {"model": PARALLEL[name], "does": ["tensor_parallel"]}
     if name in MODELS:
-        decodes = [] if "kind" in MODELS[name] else ["generation"]
+        decodes = [] if name == "encoder" else ["generation"]
         return {"model": MODELS[name], "does": ["gradients", "saved", "materialized", *decodes]}
     does = ["generation"] if name in NOISY else ["gradients", "generation"]
     return {"model": SIZES | {"attention": mechanism_examples(name)[0]}, "does": does}

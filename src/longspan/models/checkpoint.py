@@ -284,14 +284,14 @@ def _kind(model: nn.Module) -> str:
     )
 
 
-def _first_names(model: nn.Module) -> dict[str, str]:
+def first_names(model: nn.Module) -> dict[str, str]:
     """Each name in the state dict with the first name of the same tensor; they differ only for tied weights."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    state, names = model.state_dict(), _first_names(model)
+    state, names = model.state_dict(), first_names(model)
     own = {name: state[name].detach() for name, first in names.items() if name == first}
     return {name: (t.full_tensor() if _is_dtensor(t) else t).contiguous() for name, t in own.items()}
 
@@ -372,7 +372,7 @@ def _tensors(folder: Path, content: bytes | None) -> dict[str, Tensor]:
 
 
 def _fill(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
-    own, names = model.state_dict(), _first_names(model)
+    own, names = model.state_dict(), first_names(model)
     weights |= {name: weights[first] for name, first in names.items() if name not in weights and first in weights}
     _compare(path, weights, own)
     refuse_nan(path, weights)

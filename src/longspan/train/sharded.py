@@ -7,13 +7,17 @@ from typing import Any
 import torch
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
 
 from ..models import parts
+from ..models.checkpoint import first_names
+from ..models.seq2seq import Seq2Seq
 from ..models.stacks import Reversible, Stack
 from ..models.stacks.block import Block
+from ..modules.init import fill
 from .config import TrainConfig
 from .place import placed
 
@@ -51,7 +55,11 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     for module in list(model.modules()):
         if isinstance(module, Block):
             fully_shard(module, mesh=mesh)
+            register_fsdp_forward_method(module, "cross_state")
     fully_shard(model, mesh=mesh)
+    if isinstance(model, Seq2Seq):
+        # It encodes the source and projects it for the cross attentions.
+        register_fsdp_forward_method(model, "init_state")
 
 
 def shard_task(task: Any, mesh: DeviceMesh, device: torch.device) -> None:
@@ -67,8 +75,19 @@ def shard_task(task: Any, mesh: DeviceMesh, device: torch.device) -> None:
             fully_shard(head, mesh=mesh)
     if any(p.is_meta for p in model.parameters()):
         model.to_empty(device=device)
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, whole, options=options)
+    # One after the other, so that no process but the first one has more than one whole weight.
+    with torch.no_grad():
+        for name, own in unique(model).items():
+            value = whole[name].to(device) if whole else torch.empty(own.shape, dtype=own.dtype, device=device)
+            if not isinstance(own, DTensor):
+                dist.broadcast(value, 0)
+            fill(own, value)
+
+
+def unique(module: nn.Module) -> dict[str, Tensor]:
+    """Weights and buffers by name; tied ones once."""
+    state = module.state_dict(keep_vars=True)
+    return {name: state[name] for name, first in first_names(module).items() if name == first}
 
 
 class ShardedStrategy(ModelParallelStrategy):
@@ -89,24 +108,28 @@ class ShardedStrategy(ModelParallelStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         """Write a checkpoint in parts."""
         training = {name: value for name, value in checkpoint.items() if name not in IN_PARTS}
-        tensors = {name: t for name, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
-        training["plain"] = {name: value for name, value in checkpoint["state_dict"].items() if name not in tensors}
+        state = checkpoint["state_dict"]
+        training["plain"] = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
         states, plain = self._optimizer()
         training["optimizer"] = plain
         extra = self.extra | {"step": checkpoint["global_step"]}
-        parts.save(self.wanted, tensors | states, Path(filepath), training=training, extra=extra)
+        parts.save(self.wanted, self._tensors() | states, Path(filepath), training=training, extra=extra)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill the weights and the optimizer from a checkpoint in parts."""
         task = self.lightning_module
         assert task is not None
-        tensors = {name: t for name, t in task.state_dict().items() if isinstance(t, Tensor)}
         self._begin_optimizer(parts.shapes(checkpoint_path))
         states, _ = self._optimizer()
-        training = placed(checkpoint_path, parts.restore(checkpoint_path, tensors | states), self.run)
+        training = placed(checkpoint_path, parts.restore(checkpoint_path, self._tensors() | states), self.run)
         self._set_plain(training.pop("optimizer"))
         task.load_state_dict(training.pop("plain"), strict=False)
         return training | {"state_dict": {}, "optimizer_states": []}
+
+    def _tensors(self) -> dict[str, Tensor]:
+        task = self.lightning_module
+        assert task is not None
+        return {name: t.detach() for name, t in unique(task).items() if isinstance(t, Tensor)}
 
     def _named(self) -> dict[str, nn.Parameter]:
         return dict(self.lightning_module.named_parameters())  # pyright: ignore[reportOptionalMemberAccess] (set before any checkpoint)
