@@ -24,8 +24,8 @@ FLOORS = (
     ("modules", "states"),
     ("attention", "data", "speech"),
     ("models",),
-    ("generation", "train", "testing"),
-    ("bench", "compat", "experiments", "cli", "__init__", "__main__"),
+    ("generation", "train", "testing", "distributed"),
+    ("bench", "compat", "experiments", "serving", "cli", "__init__", "__main__"),
 )
 FLOOR = {unit: number for number, floor in enumerate(FLOORS) for unit in floor}
 # Packages that `import longspan` must not need.

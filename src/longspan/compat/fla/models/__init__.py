@@ -5,31 +5,17 @@ parameter names, so weights need no conversion, and ``save_pretrained`` writes t
 model types to ``AutoConfig`` and ``AutoModelForCausalLM`` of transformers.
 """
 
-import functools
-import importlib
 import json
 import os
-import pkgutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...._utils.optional_deps import need
+from .catalog import supported
+
+__all__ = ["load", "refusal", "register", "supported"]
 
 if TYPE_CHECKING:
     from .causal_lm import FlaForCausalLM
-
-
-@functools.cache
-def supported() -> dict[str, Any]:
-    """Return the supported families by model type."""
-    need("longspan.compat.fla.load", "transformers")
-    from . import families as modules
-
-    found = {}
-    for module in pkgutil.iter_modules(modules.__path__):
-        for family in importlib.import_module(f"{modules.__name__}.{module.name}").FAMILIES:
-            found[family.model_type] = family
-    return found
 
 
 def register() -> None:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .catalog import supported
+
 _TOP = {
     "emb.weight": "model.embeddings.weight",
     "head.weight": "lm_head.weight",
@@ -50,8 +52,6 @@ def load_pth(source: str | os.PathLike[str], **options: Any) -> Any:
         FileNotFoundError: The file does not exist.
         ValueError: The file is not a state dict of RWKV-7, or has tensors that longspan does not know.
     """
-    from . import supported
-
     path = Path(source)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")

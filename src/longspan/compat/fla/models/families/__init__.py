@@ -1,1 +1,1 @@
-"""The model types, one module each; each defines ``FAMILIES``, a tuple of ``config.Family``."""
+"""The model types, one module each; each defines ``FAMILIES``, a tuple of ``family.Family``."""

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from .....ops.tensors import upcast_half
-from ..config import Family
 from ..delta import WithDecay, check_heads, head_sizes
+from ..family import Family
 
 EPS = 1e-6  # of the norms of queries and keys
 

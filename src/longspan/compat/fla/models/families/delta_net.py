@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .....ops.tensors import upcast_half
-from ..config import Family
 from ..delta import DeltaMixer
+from ..family import Family
 from ..mixer import heads, whole
 
 

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .....ops.tensors import upcast_half
-from ..config import Family
 from ..delta import WithDecay, check_heads, head_sizes
+from ..family import Family
 
 GATES = {"swish": F.silu, "silu": F.silu, "sigmoid": torch.sigmoid}
 

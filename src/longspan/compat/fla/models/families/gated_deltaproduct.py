@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .....ops.tensors import upcast_half
-from ..config import Family
 from ..delta import WithDecay, head_sizes
+from ..family import Family
 
 
 class GatedDeltaProduct(WithDecay):

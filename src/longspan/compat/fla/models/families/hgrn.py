@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from .....ops import scan
 from .....ops.tensors import upcast_half
-from ..config import Family
+from ..family import Family
 from ..mixer import Call, Mixer, RMSNorm, ShortConv, whole
 from .hgrn2 import BoundedBody, log_gate
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .....ops import gated
 from .....ops.tensors import upcast_half
 from ..causal_lm import Body
-from ..config import Family
+from ..family import Family
 from ..mixer import Call, Mixer, RMSNorm, ShortConv, heads, merged
 
 EPS = 1e-5  # of the output norm, whatever norm_eps is

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from .....modules.init import time_steps
 from .....ops.tensors import upcast_half
-from ..config import Family
 from ..delta import DeltaMixer, check_heads, head_sizes
+from ..family import Family
 from ..mixer import heads
 
 

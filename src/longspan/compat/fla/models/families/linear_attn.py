@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .....ops import gated, linear
 from .....ops.tensors import upcast_half
-from ..config import Family
+from ..family import Family
 from ..mixer import Call, Mixer, RMSNorm, heads, merged, whole
 
 EPS = 1e-10  # added to the normalizer after the scale

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from .....ops.gated import log_linear
 from .....ops.tensors import upcast_half
 from ..causal_lm import Body, FlaForCausalLM
-from ..config import Family
+from ..family import Family
 from ..mixer import Call, GatedMLP, Mixer, RMSNorm, ShortConv, heads, merged
 
 LEVELS = 15  # of sequences of 2^14 tokens; the last one holds all larger distances too

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .....modules.rotary import rotate
 from .....ops import gated
 from .....ops.tensors import positions, upcast_half
-from ..config import Family
+from ..family import Family
 from ..mixer import Call, Mixer, RMSNorm, heads, merged, whole
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .....modules.token_shift import shift, shift_start
 from .....ops import gated
 from .....ops.tensors import upcast_half
-from ..config import Family
+from ..family import Family
 from ..mixer import Call, Mixer, heads, whole
 from ..rwkv import (
     OPTIONS,

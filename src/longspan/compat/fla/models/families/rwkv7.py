@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from .....modules.token_shift import shift, shift_start
 from .....ops.gated import general
 from .....ops.tensors import upcast_half
-from ..config import Family
+from ..family import Family
 from ..mixer import Call, Mixer, heads
 from ..rwkv import OPTIONS, LoRA, RwkvBlock, RwkvBody, RwkvState, feed_forward_width, group_norm, squared_relu
 from ..rwkv_files import split_mixes
