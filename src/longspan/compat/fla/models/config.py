@@ -96,7 +96,8 @@ class FlaConfig(PreTrainedConfig):
 
 def _common_check(config: Any) -> str:
     act = config.family.options.get("hidden_act", COMMON["hidden_act"])
-    if {"silu": "swish"}.get(config.hidden_act, config.hidden_act) != act:
+    given, wanted = ("swish" if one == "silu" else one for one in (config.hidden_act, act))
+    if given != wanted:
         return f"hidden_act={config.hidden_act!r} must be {act!r}"
     attn = config.attn
     for one in attn if isinstance(attn, list | tuple) else [attn] if attn else []:
