@@ -13,6 +13,7 @@ GREEK = "alpha beta gamma delta epsilon theta kappa lambda mu nu pi rho sigma ta
 SYMBOLS = dict(zip(GREEK.split(), "αβγδεθκλμνπρστφχωΔΣΩ", strict=True)) | {
     "cdot": "·",
     "odot": " ⊙ ",
+    "oplus": " ⊕ ",
     "times": "×",
     "pm": "±",
     "sum": "∑",
