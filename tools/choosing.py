@@ -37,7 +37,7 @@ TASKS = DOCS / "results" / "reproduction"
 MACHINE, NAME = "epyc-2-cores", "every"
 BLOCK = "<!-- {0}:begin -->\n\n{1}\n\n<!-- {0}:end -->"
 AT = 16384  # tokens of the main table
-DELTA = ("deltanet", "fast_weights", "gated_deltanet", "kda")
+DELTA = ("deltanet", "fast_weights", "gated_deltanet", "kda", "rwkv7")
 # The chooser's families, each with the family of the registry and the default that the chooser recommends.
 FAMILIES = {
     "softmax": ("softmax", "softmax"),

@@ -15,6 +15,7 @@ import torch
 import longspan
 from longspan import testing
 from longspan.attention.base import REGISTRY, own_options
+from longspan.compat.transformers.record import NEWEST
 from longspan.generation.sampling import generate
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
@@ -237,6 +238,16 @@ def test_tables_of_the_laws_are_written_by_their_script(page):
     text = (DOCS / "explanation" / page).read_text(encoding="utf-8")
     name, table = tool["TABLES"][page]
     assert tool["place"](text, name, table()) == text, "run: python tools/laws.py"
+
+
+@pytest.mark.full
+def test_the_tables_of_recurrent_models_are_written_by_their_script():
+    transformers = pytest.importorskip("transformers")
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < NEWEST:
+        pytest.skip("older versions of transformers have fewer model types")
+    tool = runpy.run_path(str(ROOT / "tools" / "models_page.py"), run_name="models_page")
+    text = tool["PAGE"].read_text(encoding="utf-8")
+    assert tool["written"](text) == text, "run: python tools/models_page.py"
 
 
 def test_every_law_is_explained():
