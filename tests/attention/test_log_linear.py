@@ -55,7 +55,7 @@ def test_the_state_has_a_constant_size():
     state = module.init_state(len(x))
     _, after = module(x, state)
     assert [t.shape for t in after] == [t.shape for t in state]
-    assert after.count.tolist() == [N, N]
+    assert after.tokens.tolist() == [N, N]
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ class LogLinearState(NamedTuple):
     """The sums of blocks of 1, 2, 4, ... tokens, and inputs of the convolution; float32 or wider."""
 
     sums: Tensor  # (B,levels-1,H,channels,E) sums of the blocks whose bit of the count is 1; the last: all before
-    count: Tensor  # (B,) int64, number of tokens
+    tokens: Tensor  # (B,) int64, number of tokens
     recent: Tensor  # (B,convolution-1,channels) last inputs of the convolution; (B,0,channels) without one
 
 
@@ -132,7 +132,7 @@ class LogLinear(Attention[LogLinearState]):
             scale=1.0,
             mask=mask,
             segments=segments,
-            state=None if state is None else (state.sums, state.count),
+            state=None if state is None else (state.sums, state.tokens),
         )
         o = merge(o + upcast_half(self.skip)[:, None, None] * v) * F.silu(upcast_half(self.out_gate(x)))
         o = o.unflatten(-1, (self.key_heads, -1))
