@@ -91,7 +91,9 @@ class RWKV7(Attention[RWKV7State]):
                 raise ValueError(f"{option}={rank} must be at least 1")
             ranks.append(rank)
         along = torch.linspace(0, 1, dim)
-        powers = torch.tensor([0.1, 0.45, 0.35, 0.35, 0.45, 0.1])  # of r, w, k, v, a and g
+        powers = torch.stack(
+            [torch.full((), power) for power in (0.1, 0.45, 0.35, 0.35, 0.45, 0.1)]
+        )  # r, w, k, v, a, g
         self.mixes = nn.Parameter(1 - along ** powers[:, None])
         self.query, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(3))
         self.decay, self.rate = (

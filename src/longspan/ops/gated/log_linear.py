@@ -68,7 +68,8 @@ def attend(
         return recur(q, k, values, log_decay=log_decay, scale=scale, mask=mask, segments=ids, state=begin)
 
     before = state[0] if state is not None else None
-    for level in range(1, levels - 1 if far else max(n - 1, 0).bit_length() + 1):
+    # One level at least, so that gradients reach the decays of a single token too.
+    for level in range(1, levels - 1 if far else max(max(n - 1, 0).bit_length(), 1) + 1):
         begin = None
         if state is not None and before is not None:
             # The first half of the block is complete where the bit of the count is 1, and being read where it is 0.
