@@ -66,6 +66,7 @@ COMMANDS = {
     "transformers": "transformers kimi mamba2 --dtypes float32 --rounds 2",
     "transformers_bfloat16": "transformers kimi mamba2 --dtypes bfloat16",
     "transformers_qwen_granite": "transformers qwen3.5 granite",
+    "transformers_recurrent": "transformers mamba rwkv4 recurrentgemma xlstm --dtypes float32 --rounds 2",
     "step": "step --peers",
     "generate": "generate --peers",
     "positions": "generate linear@engine softmax@engine linear@engine@bf16 ft --positions 784,3072,16384 --batches 1 "
