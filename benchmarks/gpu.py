@@ -298,7 +298,7 @@ def laws(device: str, quick: bool) -> Iterator[Row]:
         for task in tasks:
             yield from _laws((*task, device))
         return
-    # A process has a context of its own on the device, so it cannot be forked.
+    # CUDA cannot be used in a forked process, so workers are spawned.
     with multiprocessing.get_context("spawn").Pool(min(WORKERS, os.cpu_count() or 1)) as pool:
         for rows in pool.imap_unordered(_laws, [(*task, device) for task in tasks]):
             yield from rows
@@ -481,7 +481,7 @@ def _candidates(q: Any, k: Any, v: Any, log_decay: Any, beta: Any, upstream: Any
             lambda x, weight, called=called: (called(x, weight), x.detach()),
             [x, weight],
         )
-    # There is no Triton kernel for these; the fastest backend that serves them runs.
+    # No fused Triton kernel exists for these; the dispatch chooses the backend.
     yield candidate("decay_attention, channel, auto", decay, q, k, v, log_decay)
     yield candidate("delta_rule, per channel, auto", delta, q, k, v, beta, log_decay)
     if q.is_cuda and importlib.util.find_spec("fla"):

@@ -29,7 +29,7 @@ class MLSTM(Attention[MLSTMState]):
     $e^{a_t}$ cannot overflow. The result does not depend on $m_t$ apart from an $\epsilon$ of $10^{-6}$ in the divisor.
 
     ``expand_k``: key dimension D of a head, as a multiple of dim / heads. ``expand_v``: value dimension E of a head, as
-    a multiple of dim / heads. ``cap``: soft limit of the gates' logits, $c \tanh(a / c)$; 0 is no limit. ``norm``: norm
+    a multiple of dim / heads. ``cap``: soft limit of the gates' logits, $c \tanh(a / c)$; 0: none. ``norm``: norm
     of each head's output: ``rms``, ``group`` (mean and variance, without weights) or ``none``.
 
     The biases of the forget gates begin evenly spaced between 3 and 6, those of the input gates at 0.

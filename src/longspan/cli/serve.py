@@ -12,8 +12,8 @@ def parser() -> Parser:
     parser = make(
         "serve",
         "Serve a trained decoder over HTTP with the interface of OpenAI's completions: /v1/completions with streaming, "
-        "/v1/models, /healthz, /readyz and /metrics. Each stream has a state of its own in a pool of slots, and all "
-        "streams advance together. SIGTERM lets running streams finish; a second signal ends at once.",
+        "/v1/models, /healthz, /readyz and /metrics. Each stream has its state in a slot of a pool, and one decode "
+        "step advances all streams. After SIGTERM, running streams finish; a second signal stops immediately.",
         "longspan serve text",
         "longspan serve runs/book --port 8080 --slots 256 --prefix-mb 512",
     )
@@ -66,7 +66,7 @@ def run(args: Any) -> int:
 
 
 def _on_signals(server: Any, http: Any) -> None:
-    """On SIGTERM and SIGINT refuse new streams and finish running ones; on a second one end at once."""
+    """Stop accepting requests at the first SIGTERM or SIGINT, and exit immediately at the second."""
 
     def end(number: int, frame: Any) -> None:
         http.force_exit = http.should_exit

@@ -42,9 +42,22 @@ def _owner(offsets, t, sequences, STEPS: tl.constexpr):
 
 @triton.jit
 def _row(
-    x, state, ids, place, start, mine, opens, channel, tokens, channels, rows, x_n, x_c,
-    KIND: tl.constexpr, EDGE: tl.constexpr,
-):  # fmt: skip
+    x,
+    state,
+    ids,
+    place,
+    start,
+    mine,
+    opens,
+    channel,
+    tokens,
+    channels,
+    rows,
+    x_n,
+    x_c,
+    KIND: tl.constexpr,
+    EDGE: tl.constexpr,
+):
     """Inputs (T,C) at places (T,) of sequences: tokens, or rows of the state before ``start``; else 0.
 
     ``mine`` is the id of the segment, ``opens`` is true if the state belongs to it.
@@ -73,10 +86,29 @@ def _tap(weight, channel, channels, J: tl.constexpr):
 
 @triton.jit
 def _sum(
-    x, state, ids, weight, bias, place, start, mine, opens, channel, tokens, channels, rows, x_n, x_c,
-    SHIFT: tl.constexpr, KIND: tl.constexpr, EDGE: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    T: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    x,
+    state,
+    ids,
+    weight,
+    bias,
+    place,
+    start,
+    mine,
+    opens,
+    channel,
+    tokens,
+    channels,
+    rows,
+    x_n,
+    x_c,
+    SHIFT: tl.constexpr,
+    KIND: tl.constexpr,
+    EDGE: tl.constexpr,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
     """z (T,C) of the tokens at ``place`` + SHIFT."""
     z = tl.zeros([T, C], tl.float32)
     if BIAS:
@@ -84,20 +116,56 @@ def _sum(
     for J in tl.static_range(K):
         # Equal shifts are equal expressions, so that the compiler loads each shifted block once.
         row = _row(
-            x, state, ids, place + (SHIFT + J - (K - 1)), start, mine, opens, channel, tokens, channels, rows, x_n, x_c,
-            KIND, EDGE,
-        )  # fmt: skip
+            x,
+            state,
+            ids,
+            place + (SHIFT + J - (K - 1)),
+            start,
+            mine,
+            opens,
+            channel,
+            tokens,
+            channels,
+            rows,
+            x_n,
+            x_c,
+            KIND,
+            EDGE,
+        )
         z += _tap(weight, channel, channels, J)[None, :] * row
     return z
 
 
 @triton.jit
 def _slope(
-    x, grad, state, ids, weight, bias, place, start, end, mine, opens, channel, tokens, channels, rows,
-    x_n, x_c, grad_n, grad_c,
-    SHIFT: tl.constexpr, KIND: tl.constexpr, EDGE: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr,
-    SILU: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    x,
+    grad,
+    state,
+    ids,
+    weight,
+    bias,
+    place,
+    start,
+    end,
+    mine,
+    opens,
+    channel,
+    tokens,
+    channels,
+    rows,
+    x_n,
+    x_c,
+    grad_n,
+    grad_c,
+    SHIFT: tl.constexpr,
+    KIND: tl.constexpr,
+    EDGE: tl.constexpr,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
     """The gradient (T,C) of z of the tokens at ``place`` + SHIFT; 0 for those outside of the sequence."""
     token = place + SHIFT
     heard = token < tokens
@@ -110,17 +178,38 @@ def _slope(
     slope = tl.load(grad + at, mask=heard, other=0.0).to(tl.float32)
     if SILU:
         z = _sum(
-            x, state, ids, weight, bias, place, start, mine, opens, channel, tokens, channels, rows, x_n, x_c,
-            SHIFT, KIND, EDGE, K, BIAS, T, C,
-        )  # fmt: skip
+            x,
+            state,
+            ids,
+            weight,
+            bias,
+            place,
+            start,
+            mine,
+            opens,
+            channel,
+            tokens,
+            channels,
+            rows,
+            x_n,
+            x_c,
+            SHIFT,
+            KIND,
+            EDGE,
+            K,
+            BIAS,
+            T,
+            C,
+        )
         share = tl.sigmoid(z)
         slope = tl.where(heard, slope * share * (1.0 + z * (1.0 - share)), 0.0)
     return slope
 
 
 @triton.jit
-def _shared(ids, offsets, first, tokens, sequences, T: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr,
-            STEPS: tl.constexpr):  # fmt: skip
+def _shared(
+    ids, offsets, first, tokens, sequences, T: tl.constexpr, K: tl.constexpr, KIND: tl.constexpr, STEPS: tl.constexpr
+):
     """Whether all places that a block of tokens from ``first`` on needs are tokens of one sequence; where it ends.
 
     ``ids`` are those of the row. Segments but the last one of a row end at some token; here all end with the row.
@@ -159,14 +248,56 @@ def _borders(state, ids, offsets, b, t, tokens, channels, rows, sequences, KIND:
 
 @triton.jit
 def _outputs(
-    x, y, state, ids, weight, bias, t, start, mine, opens, channel, tokens, channels, rows, x_n, x_c, y_n, y_c,
-    KIND: tl.constexpr, EDGE: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
-    T: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    state,
+    ids,
+    weight,
+    bias,
+    t,
+    start,
+    mine,
+    opens,
+    channel,
+    tokens,
+    channels,
+    rows,
+    x_n,
+    x_c,
+    y_n,
+    y_c,
+    KIND: tl.constexpr,
+    EDGE: tl.constexpr,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
     z = _sum(
-        x, state, ids, weight, bias, t, start, mine, opens, channel, tokens, channels, rows, x_n, x_c,
-        0, KIND, EDGE, K, BIAS, T, C,
-    )  # fmt: skip
+        x,
+        state,
+        ids,
+        weight,
+        bias,
+        t,
+        start,
+        mine,
+        opens,
+        channel,
+        tokens,
+        channels,
+        rows,
+        x_n,
+        x_c,
+        0,
+        KIND,
+        EDGE,
+        K,
+        BIAS,
+        T,
+        C,
+    )
     if SILU:
         z *= tl.sigmoid(z)
     at = t.to(tl.int64)[:, None] * y_n + channel[None, :] * y_c
@@ -175,11 +306,31 @@ def _outputs(
 
 @triton.jit
 def forward(
-    x, y, weight, bias, state, ids, offsets, tokens, channels, rows, sequences,
-    x_b, x_n, x_c, y_b, y_n, y_c,
-    KIND: tl.constexpr, STEPS: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
-    T: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    weight,
+    bias,
+    state,
+    ids,
+    offsets,
+    tokens,
+    channels,
+    rows,
+    sequences,
+    x_b,
+    x_n,
+    x_c,
+    y_b,
+    y_n,
+    y_c,
+    KIND: tl.constexpr,
+    STEPS: tl.constexpr,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
     """y of T tokens and C channels: programs (B * blocks of tokens, blocks of channels)."""
     blocks = tl.cdiv(tokens, T)
     b = (tl.program_id(0) // blocks).to(tl.int64)
@@ -192,17 +343,63 @@ def forward(
     shared, _last = _shared(ids, offsets, first, tokens, sequences, T, K, KIND, STEPS)
     if shared:
         _outputs(
-            x, y, state, ids, weight, bias, t, 0, 0, True, channel, tokens, channels, rows, x_n, x_c, y_n, y_c,
-            KIND, False, K, BIAS, SILU, T, C,
-        )  # fmt: skip
+            x,
+            y,
+            state,
+            ids,
+            weight,
+            bias,
+            t,
+            0,
+            0,
+            True,
+            channel,
+            tokens,
+            channels,
+            rows,
+            x_n,
+            x_c,
+            y_n,
+            y_c,
+            KIND,
+            False,
+            K,
+            BIAS,
+            SILU,
+            T,
+            C,
+        )
     else:
         start, _, mine, opens, past = _borders(
             state, ids, offsets, b, t, tokens, channels, rows, sequences, KIND, STEPS
         )
         _outputs(
-            x, y, past, ids, weight, bias, t, start, mine, opens, channel, tokens, channels, rows, x_n, x_c, y_n, y_c,
-            KIND, True, K, BIAS, SILU, T, C,
-        )  # fmt: skip
+            x,
+            y,
+            past,
+            ids,
+            weight,
+            bias,
+            t,
+            start,
+            mine,
+            opens,
+            channel,
+            tokens,
+            channels,
+            rows,
+            x_n,
+            x_c,
+            y_n,
+            y_c,
+            KIND,
+            True,
+            K,
+            BIAS,
+            SILU,
+            T,
+            C,
+        )
 
 
 @triton.jit
@@ -222,9 +419,22 @@ def _own(x, state, ids, offsets, line, tokens, channels, rows, x_b, KIND: tl.con
 
 @triton.jit
 def ends(
-    x, state, last, ids, offsets, tokens, channels, rows, sequences, x_b, x_n, x_c,
-    KIND: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    x,
+    state,
+    last,
+    ids,
+    offsets,
+    tokens,
+    channels,
+    rows,
+    sequences,
+    x_b,
+    x_n,
+    x_c,
+    KIND: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
     """The states after the last token: programs (blocks of S * R rows, blocks of channels)."""
     line = tl.program_id(0) * T + tl.arange(0, T)
     channel = tl.program_id(1) * C + tl.arange(0, C)
@@ -245,11 +455,35 @@ def ends(
 
 @triton.jit
 def _inputs_gradient(
-    x, grad, after, state, ids, weight, bias, place, start, end, mine, opens, closes, channel,
-    tokens, channels, rows, x_n, x_c, grad_n, grad_c,
-    KIND: tl.constexpr, EDGE: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
-    T: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    x,
+    grad,
+    after,
+    state,
+    ids,
+    weight,
+    bias,
+    place,
+    start,
+    end,
+    mine,
+    opens,
+    closes,
+    channel,
+    tokens,
+    channels,
+    rows,
+    x_n,
+    x_c,
+    grad_n,
+    grad_c,
+    KIND: tl.constexpr,
+    EDGE: tl.constexpr,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
     """The gradient (T,C) of the inputs at ``place``, where ``after`` is that of the sequence's last state.
 
     ``closes`` is true if that state belongs to the segment.
@@ -257,9 +491,34 @@ def _inputs_gradient(
     found = tl.zeros([T, C], tl.float32)
     for ahead in tl.static_range(K):
         slope = _slope(
-            x, grad, state, ids, weight, bias, place, start, end, mine, opens, channel, tokens, channels, rows,
-            x_n, x_c, grad_n, grad_c, ahead, KIND, EDGE, K, BIAS, SILU, T, C,
-        )  # fmt: skip
+            x,
+            grad,
+            state,
+            ids,
+            weight,
+            bias,
+            place,
+            start,
+            end,
+            mine,
+            opens,
+            channel,
+            tokens,
+            channels,
+            rows,
+            x_n,
+            x_c,
+            grad_n,
+            grad_c,
+            ahead,
+            KIND,
+            EDGE,
+            K,
+            BIAS,
+            SILU,
+            T,
+            C,
+        )
         found += _tap(weight, channel, channels, K - 1 - ahead)[None, :] * slope
     if EDGE:
         row = place - end + rows
@@ -272,19 +531,98 @@ def _inputs_gradient(
 
 @triton.jit
 def _tokens_backward(
-    x, grad, dx, sums, after, state, ids, weight, bias, t, start, end, mine, opens, closes, channel,
-    tokens, channels, rows, x_n, x_c, grad_n, grad_c, dx_n, dx_c,
-    KIND: tl.constexpr, EDGE: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
-    T: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    x,
+    grad,
+    dx,
+    sums,
+    after,
+    state,
+    ids,
+    weight,
+    bias,
+    t,
+    start,
+    end,
+    mine,
+    opens,
+    closes,
+    channel,
+    tokens,
+    channels,
+    rows,
+    x_n,
+    x_c,
+    grad_n,
+    grad_c,
+    dx_n,
+    dx_c,
+    KIND: tl.constexpr,
+    EDGE: tl.constexpr,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
     found = _inputs_gradient(
-        x, grad, after, state, ids, weight, bias, t, start, end, mine, opens, closes, channel,
-        tokens, channels, rows, x_n, x_c, grad_n, grad_c, KIND, EDGE, K, BIAS, SILU, T, C,
-    )  # fmt: skip
+        x,
+        grad,
+        after,
+        state,
+        ids,
+        weight,
+        bias,
+        t,
+        start,
+        end,
+        mine,
+        opens,
+        closes,
+        channel,
+        tokens,
+        channels,
+        rows,
+        x_n,
+        x_c,
+        grad_n,
+        grad_c,
+        KIND,
+        EDGE,
+        K,
+        BIAS,
+        SILU,
+        T,
+        C,
+    )
     slope = _slope(
-        x, grad, state, ids, weight, bias, t, start, end, mine, opens, channel, tokens, channels, rows,
-        x_n, x_c, grad_n, grad_c, 0, KIND, EDGE, K, BIAS, SILU, T, C,
-    )  # fmt: skip
+        x,
+        grad,
+        state,
+        ids,
+        weight,
+        bias,
+        t,
+        start,
+        end,
+        mine,
+        opens,
+        channel,
+        tokens,
+        channels,
+        rows,
+        x_n,
+        x_c,
+        grad_n,
+        grad_c,
+        0,
+        KIND,
+        EDGE,
+        K,
+        BIAS,
+        SILU,
+        T,
+        C,
+    )
     known = channel < channels
     at = t.to(tl.int64)[:, None] * dx_n + channel[None, :] * dx_c
     tl.store(dx + at, found.to(dx.dtype.element_ty), mask=(t < tokens)[:, None] & known[None, :])
@@ -298,11 +636,37 @@ def _tokens_backward(
 
 @triton.jit
 def backward(
-    x, grad, dx, sums, after, weight, bias, state, ids, offsets, tokens, channels, rows, sequences,
-    x_b, x_n, x_c, grad_b, grad_n, grad_c, dx_b, dx_n, dx_c,
-    KIND: tl.constexpr, STEPS: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
-    T: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    x,
+    grad,
+    dx,
+    sums,
+    after,
+    weight,
+    bias,
+    state,
+    ids,
+    offsets,
+    tokens,
+    channels,
+    rows,
+    sequences,
+    x_b,
+    x_n,
+    x_c,
+    grad_b,
+    grad_n,
+    grad_c,
+    dx_b,
+    dx_n,
+    dx_c,
+    KIND: tl.constexpr,
+    STEPS: tl.constexpr,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
     """dx of T tokens and C channels, and their sums for weights and bias: (B * blocks of tokens, K + 1, C)."""
     blocks = tl.cdiv(tokens, T)
     b = (tl.program_id(0) // blocks).to(tl.int64)
@@ -318,9 +682,39 @@ def backward(
     # Not among the tokens that the last state keeps.
     if shared & (first + T <= end - rows):
         _tokens_backward(
-            x, grad, dx, sums, after, state, ids, weight, bias, t, 0, 0, 0, True, True, channel,
-            tokens, channels, rows, x_n, x_c, grad_n, grad_c, dx_n, dx_c, KIND, False, K, BIAS, SILU, T, C,
-        )  # fmt: skip
+            x,
+            grad,
+            dx,
+            sums,
+            after,
+            state,
+            ids,
+            weight,
+            bias,
+            t,
+            0,
+            0,
+            0,
+            True,
+            True,
+            channel,
+            tokens,
+            channels,
+            rows,
+            x_n,
+            x_c,
+            grad_n,
+            grad_c,
+            dx_n,
+            dx_c,
+            KIND,
+            False,
+            K,
+            BIAS,
+            SILU,
+            T,
+            C,
+        )
     else:
         start, ending, mine, opens, past = _borders(
             state, ids, offsets, b, t, tokens, channels, rows, sequences, KIND, STEPS
@@ -330,17 +724,69 @@ def backward(
             closes = mine == tl.load(ids + tokens - 1)
         ahead = _borders(after, ids, offsets, b, t, tokens, channels, rows, sequences, KIND, STEPS)[4]
         _tokens_backward(
-            x, grad, dx, sums, ahead, past, ids, weight, bias, t, start, ending, mine, opens, closes, channel,
-            tokens, channels, rows, x_n, x_c, grad_n, grad_c, dx_n, dx_c, KIND, True, K, BIAS, SILU, T, C,
-        )  # fmt: skip
+            x,
+            grad,
+            dx,
+            sums,
+            ahead,
+            past,
+            ids,
+            weight,
+            bias,
+            t,
+            start,
+            ending,
+            mine,
+            opens,
+            closes,
+            channel,
+            tokens,
+            channels,
+            rows,
+            x_n,
+            x_c,
+            grad_n,
+            grad_c,
+            dx_n,
+            dx_c,
+            KIND,
+            True,
+            K,
+            BIAS,
+            SILU,
+            T,
+            C,
+        )
 
 
 @triton.jit
 def starts(
-    x, grad, first, after, weight, bias, state, ids, offsets, tokens, channels, rows, sequences,
-    x_b, x_n, x_c, grad_b, grad_n, grad_c,
-    KIND: tl.constexpr, K: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, T: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    x,
+    grad,
+    first,
+    after,
+    weight,
+    bias,
+    state,
+    ids,
+    offsets,
+    tokens,
+    channels,
+    rows,
+    sequences,
+    x_b,
+    x_n,
+    x_c,
+    grad_b,
+    grad_n,
+    grad_c,
+    KIND: tl.constexpr,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    T: tl.constexpr,
+    C: tl.constexpr,
+):
     """The gradients of the first states: programs (blocks of S * R rows, blocks of channels)."""
     line = tl.program_id(0) * T + tl.arange(0, T)
     channel = tl.program_id(1) * C + tl.arange(0, C)
@@ -355,19 +801,66 @@ def starts(
         mine = tl.load(ids_of)
         closes = mine == tl.load(ids_of + tokens - 1)
     found = _inputs_gradient(
-        x_of, grad_of, ahead, past, ids_of, weight, bias, start - rows + row, start, end, mine, opens, closes, channel,
-        tokens, channels, rows, x_n, x_c, grad_n, grad_c, KIND, True, K, BIAS, SILU, T, C,
-    )  # fmt: skip
+        x_of,
+        grad_of,
+        ahead,
+        past,
+        ids_of,
+        weight,
+        bias,
+        start - rows + row,
+        start,
+        end,
+        mine,
+        opens,
+        closes,
+        channel,
+        tokens,
+        channels,
+        rows,
+        x_n,
+        x_c,
+        grad_n,
+        grad_c,
+        KIND,
+        True,
+        K,
+        BIAS,
+        SILU,
+        T,
+        C,
+    )
     at = line.to(tl.int64)[:, None] * channels + channel[None, :]
     tl.store(first + at, found.to(first.dtype.element_ty), mask=real[:, None] & (channel < channels)[None, :])
 
 
 @triton.jit
 def step(
-    x, y, weight, bias, state, after, channels, rows,
-    x_b, x_c, state_b, state_r, state_c, after_b, after_r, after_c, weight_c, weight_k, bias_c,
-    K: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    x,
+    y,
+    weight,
+    bias,
+    state,
+    after,
+    channels,
+    rows,
+    x_b,
+    x_c,
+    state_b,
+    state_r,
+    state_c,
+    after_b,
+    after_r,
+    after_c,
+    weight_c,
+    weight_k,
+    bias_c,
+    K: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+):
     """One token and its state, which ``after`` may share memory with: programs (B, blocks of channels)."""
     b = tl.program_id(0).to(tl.int64)
     row, channel = tl.arange(0, R), tl.program_id(1) * C + tl.arange(0, C)

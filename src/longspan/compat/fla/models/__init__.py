@@ -46,7 +46,7 @@ def load(source: str | os.PathLike[str], **options: Any) -> "FlaForCausalLM":
         The model, in evaluation mode. Every tensor of the checkpoint is used.
 
     Raises:
-        FileNotFoundError: There is no such ``.pth`` file.
+        FileNotFoundError: The ``.pth`` file does not exist.
         ImportError: transformers is not installed.
         ValueError: The model type is not supported, the config has an option that is not, or weights are missing,
             unexpected or of another shape.

@@ -120,7 +120,7 @@ class FlaForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
             position_ids: (B,N), marks where packed sequences begin.
             past_key_values: The cache that an earlier call returned. Without gradients, the call overwrites it.
             inputs_embeds: (B,N,hidden), instead of ``input_ids``.
-            labels: (B,N), the ids themselves, -100 where there is no loss. The model shifts them.
+            labels: (B,N), a copy of ``input_ids`` with -100 at positions that are ignored. The model shifts them.
             use_cache: Return the cache; None means in evaluation without labels.
             logits_to_keep: Keep the last N tokens, or the tokens at these indices; 0 keeps all.
             return_dict: False returns a tuple.
@@ -213,7 +213,7 @@ class FlaForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
 
     def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
         if (kind := generation_config.cache_implementation) is not None:
-            raise ValueError(f"cache_implementation={kind!r} is not supported; the model has states of its own kind")
+            raise ValueError(f"cache_implementation={kind!r} is not supported; the model uses StateCache")
         if model_kwargs.get(NAME) is None and generation_config.use_cache is not False:
             model_kwargs[NAME] = StateCache()
 
