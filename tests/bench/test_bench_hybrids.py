@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 @pytest.fixture
 def options(monkeypatch):
     monkeypatch.setattr(hybrids, "DECODED", 1)
-    monkeypatch.setattr(hybrids, "memory", lambda name, dtype, way, options: 3.0 if way == "longspan" else 6.0)
+    monkeypatch.setattr(hybrids, "memory", lambda name, dtype, way, length, options: 3.0 if way == "longspan" else 6.0)
     return hybrids.Options(models=("mamba2",), length=16, dtypes=("float32",), rounds=1, small=True)
 
 
@@ -31,6 +31,20 @@ def test_both_ways_are_measured_in_all_that_a_model_does(options):
     assert table[2][-2:] == ["6 / 3", "0.50"]
     assert "_AttendBackward" in shares[1][1]
     assert on_cpu.status().functions == {}
+
+
+def test_a_step_too_long_for_the_original_code_is_measured_alone(options, monkeypatch):
+    monkeypatch.setitem(hybrids.TRAINED, "mamba2", 8)
+    *_, result = hybrids.run(options, watch)
+    whole = "training step of 16 tokens"
+    assert [(r["mode"], r["candidate"]) for r in result["rows"] if r["mode"].startswith("training")] == [
+        *(("training step", way) for way in hybrids.WAYS),
+        (whole, "longspan"),
+    ]
+    (table, _) = hybrids.text(result)
+    (row,) = (row for row in table if row[2] == whole)
+    assert row[3] == row[5] == "-"
+    assert row[-2:] == ["- / 3", ""]
 
 
 def test_a_model_that_does_not_agree_gets_no_figure(options, monkeypatch):

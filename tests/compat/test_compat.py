@@ -176,7 +176,13 @@ def test_replace_takes_the_place_of_the_real_one_until_uninstall(real):
 
 
 # What a command does with other libraries' models.
-USERS = {Path("bench/hybrids.py"), Path("experiments/demo.py"), Path("cli/doctor.py"), Path("cli/export.py")}
+USERS = {
+    Path("bench/hybrids.py"),
+    Path("bench/rwkv7.py"),
+    Path("experiments/demo.py"),
+    Path("cli/doctor.py"),
+    Path("cli/export.py"),
+}
 
 
 def test_nothing_else_imports_it():

@@ -1,5 +1,8 @@
 """RWKV-6 and RWKV-7 checkpoints of flash-linear-attention."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -219,6 +222,52 @@ def test_files_of_the_author_give_the_same_logits(tmp_path, norm_first):
     torch.save(half, tmp_path / "half.pth", _use_new_zipfile_serialization=False)
     assert fla.load(tmp_path / "half.pth").dtype == torch.bfloat16
     assert fla.load(tmp_path / "half.pth", dtype=torch.float32).dtype == torch.float32
+
+
+def test_files_are_written_in_the_authors_format(tmp_path):
+    ranks = {"decay_low_rank_dim": 3, "gate_low_rank_dim": 5, "a_low_rank_dim": 6, "v_low_rank_dim": 7}
+    model = build("rwkv7", head_dim=16, fuse_norm=False, **ranks)
+    fla.save_pth(model, tmp_path / "rwkv.pth")
+    written, expected = torch.load(tmp_path / "rwkv.pth"), author_format(model)
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
+    with pytest.raises(ValueError, match="rwkv7 have this format, not rwkv6"):
+        fla.save_pth(build("rwkv6", num_heads=2), tmp_path / "rwkv.pth")
+
+
+PACKAGE = """
+import os, sys, torch
+os.environ.update(RWKV_V7_ON="1", RWKV_JIT_ON="0", RWKV_CUDA_ON="0")
+from rwkv.model import RWKV
+model = RWKV(model=sys.argv[1], strategy="cpu fp32")
+ids = torch.load(sys.argv[2]).tolist()
+whole, state = model.forward(list(ids), None, full_output=True)
+steps = []
+for token in ids[:5]:
+    logits, state = model.forward([token], state)
+    steps.append(logits)
+torch.save((whole, torch.stack(steps)), sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize("length", [8, 80])
+def test_logits_equal_those_of_the_authors_package(tmp_path, length):
+    pytest.importorskip("rwkv", reason="the author's package: pip install rwkv")
+    # The package has the eps of heads of 64 channels, the size of all published models.
+    model = build("rwkv7", hidden_size=128, head_dim=64, fuse_norm=False, norm_first=True).float()
+    ids = torch.randint(1, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(length))
+    fla.save_pth(model, tmp_path / "model.pth")
+    torch.save(ids, tmp_path / "ids.pt")
+    files = [str(tmp_path / name) for name in ("model", "ids.pt", "out.pt")]
+    subprocess.run([sys.executable, "-W", "ignore", "-c", PACKAGE, *files], check=True, capture_output=True)
+    whole, steps = torch.load(tmp_path / "out.pt")
+    with torch.no_grad():
+        first = model(ids[None], use_cache=True)
+        close(first.logits[0], whole, 2e-5)
+        cache = first.past_key_values
+        for token, expected in zip(ids[:5], steps, strict=True):
+            found = model(token[None, None], past_key_values=cache, use_cache=True)
+            close(found.logits[0, 0], expected, 2e-5)
 
 
 def test_foreign_files_are_refused_by_name(tmp_path):

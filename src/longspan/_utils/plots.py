@@ -332,8 +332,23 @@ def _depth(plt: Any, result: dict[str, Any]) -> Any:
 
 def _transformers(plt: Any, result: dict[str, Any]) -> Any:
     """The speed-up of each model, by what it does."""
-    rows = [row for row in result["rows"] if row["candidate"] == "longspan"]
+    rows = [row for row in result["rows"] if row["candidate"] == "longspan" and "times_transformers" in row]
     return speedups(plt, rows)
+
+
+def _rwkv7(plt: Any, result: dict[str, Any]) -> Any:
+    """Tokens per second of each candidate, a panel for each mode."""
+    rows = result["rows"]
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    figure, axes = plt.subplots(1, max(len(modes), 1), figsize=(9.0, 2.8), layout="constrained", squeeze=False)
+    for axis, mode in zip(axes.flat, modes, strict=False):
+        found = {row["candidate"]: row["tokens_per_second"] for row in rows if row["mode"] == mode}
+        bars = axis.barh(list(found), list(found.values()), color=palette.IMPLEMENTATIONS["longspan"])
+        axis.bar_label(bars, [f" {value:,.0f}" for value in found.values()])
+        axis.set(title=mode, xlabel="tokens per second", xlim=(0, 1.3 * axis.get_xlim()[1]))
+        axis.invert_yaxis()
+        axis.grid(alpha=0.3, axis="x")
+    return figure
 
 
 MODELS = {  # names in the benchmark of transformers -> names in pictures
@@ -341,6 +356,7 @@ MODELS = {  # names in the benchmark of transformers -> names in pictures
     "mamba2": "Mamba-2",
     "granite": "Granite 4.0 hybrid",
     "qwen3.5": "Qwen3.5",
+    "mamba_layer": "a layer of Mamba",
 }
 
 
@@ -468,6 +484,7 @@ PICTURES = {
     "depth": _depth,
     "convolution": _convolution,
     "transformers": _transformers,
+    "rwkv7": _rwkv7,
     "members": _members,
     "attention": _attention,
     "step": _step,

@@ -106,6 +106,12 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
         "mamba-370m with 3 of its 48 layers, trained on 256 tokens, since its own code is quadratic",
         {"hidden_size": 1024, "state_size": 16, "num_hidden_layers": 3},
     ),
+    "mamba_layer": (
+        "mamba",
+        "Mamba",
+        "one layer of mamba-370m with a vocabulary of 64, trained on 256 tokens",
+        {"hidden_size": 1024, "state_size": 16, "num_hidden_layers": 1, "vocab_size": 64},
+    ),
     "recurrentgemma": (
         "recurrent_gemma",
         "RecurrentGemma",
@@ -134,8 +140,9 @@ MODELS: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
 }
 # Tokens of a training step, where the time of transformers' code grows faster than the length.
-TRAINED = {"mamba": 256, "recurrentgemma": 512, "rwkv4": 512}
-MODES = ("prefill", "training step", "decoding")
+TRAINED = {"mamba": 256, "mamba_layer": 256, "recurrentgemma": 512, "rwkv4": 512}
+TRAINING = "training step"
+MODES = ("prefill", TRAINING, "decoding")
 WAYS = ("transformers", "longspan")
 DTYPES = ("float32", "bfloat16")
 ALLOWED, WORSE = 1e-4, 1.2  # float32: relative to its own code; bfloat16: times the error of that
@@ -323,9 +330,8 @@ def trained(name: str, options: Options) -> int:
     return min(options.length, TRAINED.get(name, options.length))
 
 
-def memory(name: str, dtype: str, way: str, options: Options) -> float:
+def memory(name: str, dtype: str, way: str, length: int, options: Options) -> float:
     """Run ``weigh`` in a separate process. Raises Refused if it fails."""
-    length = trained(name, options)
     asked = json.dumps([name, dtype, way, length, options.small, torch.get_num_threads()])
     code = f"import json; from longspan.bench import hybrids; print(hybrids.weigh(*json.loads({asked!r})))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
@@ -379,9 +385,9 @@ def _compared(
 ) -> list[dict[str, Any]]:
     """Rows of one model in one mode, by both ways in turn."""
     samplers: dict[str, Sampler] = {}
-    length = trained(name, options) if mode == "training step" else options.length
+    length = trained(name, options) if mode == TRAINING else options.length
     for way in WAYS:
-        make = {"prefill": prefill, "training step": training}.get(mode)
+        make = {"prefill": prefill, TRAINING: training}.get(mode)
         samplers[way] = decoding(way, made) if make is None else sampler(way, make(made, length))
     found, failed = case.take(samplers, options.rounds, f"{name} {dtype} {mode}", watch, warm=options.small)
     if failed:
@@ -391,10 +397,27 @@ def _compared(
         row = {"model": name, "dtype": dtype, "mode": mode, "candidate": way, "error": error, **found[way].row()}
         row["times_transformers"] = found[WAYS[0]].seconds / found[way].seconds
         row["tokens_per_second"] = (1 if mode == "decoding" else length) / found[way].seconds
-        if mode == "training step" and sys.platform == "linux":
-            row["mb"] = memory(name, dtype, way, options)
+        if mode == TRAINING and sys.platform == "linux":
+            row["mb"] = memory(name, dtype, way, length, options)
         rows.append(row)
+    if mode == TRAINING and length < options.length:
+        rows.append(_whole(name, dtype, made, error, options, watch))
     return rows
+
+
+def _whole(name: str, dtype: str, made: Any, error: float, options: Options, watch: Watch) -> dict[str, Any]:
+    """The row of a training step at the whole length, on longspan's kernels only."""
+    way, length = WAYS[1], options.length
+    mode = f"{TRAINING} of {length} tokens"
+    samplers = {way: sampler(way, training(made, length))}
+    found, failed = case.take(samplers, options.rounds, f"{name} {dtype} {mode}", watch, warm=options.small)
+    if failed:
+        raise Refused("; ".join(failed.values()))
+    row = {"model": name, "dtype": dtype, "mode": mode, "candidate": way, "error": error, **found[way].row()}
+    row["tokens_per_second"] = length / found[way].seconds
+    if sys.platform == "linux":
+        row["mb"] = memory(name, dtype, way, length, options)
+    return row
 
 
 def _result(options: Options, rows: list, refused: dict[str, str], profiles: dict) -> dict[str, Any]:
@@ -422,19 +445,22 @@ def text(result: dict[str, Any]) -> list[Table]:
     table = [["model", "dtype", "mode", *WAYS, "speed-up", "tokens/s", "peak MB", "ratio"]]
     at = {(r["model"], r["dtype"], r["mode"], r["candidate"]): r for r in result["rows"]}
     for name, dtype, mode in dict.fromkeys(key[:3] for key in at):
-        theirs, ours = (at[name, dtype, mode, way] for way in WAYS)
-        sizes = [f"{one['mb']:,.0f}" for one in (theirs, ours) if "mb" in one]
+        both = [at.get((name, dtype, mode, way), {}) for way in WAYS]
+        theirs, ours = both
+        seconds, rates, sizes = (
+            [form(one[key]) if key in one else "-" for one in both]
+            for key, form in (("seconds", duration), ("tokens_per_second", "{:,.4g}".format), ("mb", "{:,.0f}".format))
+        )
         table.append(
             [
                 name,
                 dtype,
                 mode,
-                duration(theirs["seconds"]),
-                duration(ours["seconds"]),
-                f"{ours['times_transformers']:.2f}x",
-                f"{theirs['tokens_per_second']:,.4g} / {ours['tokens_per_second']:,.4g}",
-                " / ".join(sizes),
-                f"{ours['mb'] / theirs['mb']:.2f}" if len(sizes) == 2 and theirs["mb"] > 0 else "",
+                *seconds,
+                f"{ours['times_transformers']:.2f}x" if theirs else "-",
+                " / ".join(rates),
+                " / ".join(sizes) if "mb" in ours else "",
+                f"{ours['mb'] / theirs['mb']:.2f}" if theirs.get("mb", 0) > 0 else "",
             ]
         )
     shares = [["a training step on longspan", "parts of its time"]]

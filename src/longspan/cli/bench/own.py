@@ -184,6 +184,30 @@ def _hybrids(args) -> tuple[Generator, Callable]:
     return hybrids.run(options, track), hybrids.text
 
 
+def _rwkv7_options(parser: Parser) -> None:
+    from ...bench.rwkv7 import Options
+
+    parser.add_argument(
+        "--length", type=positive_int(), default=Options.length, help="tokens per prompt and training step"
+    )
+    parser.add_argument("--layers", type=positive_int(MOST), default=Options.layers, help="layers of the model")
+    parser.add_argument(
+        "--width", type=positive_int(MOST), default=Options.width, help="width of the model, a multiple of 64"
+    )
+    parser.add_argument(
+        "--vocabulary", type=positive_int(10**7), default=Options.vocabulary, help="tokens of the vocabulary"
+    )
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples per candidate")
+
+
+def _rwkv7(args) -> tuple[Generator, Callable]:
+    from ..._utils.progress import track
+    from ...bench import rwkv7
+
+    names = ("length", "layers", "width", "vocabulary", "rounds")
+    return rwkv7.run(rwkv7.Options(**{name: getattr(args, name) for name in names}), track), rwkv7.text
+
+
 def _convolution_options(parser: Parser) -> None:
     from ...bench.convolution import Options
 
@@ -267,6 +291,15 @@ OWN = {
         ),
         _hybrids_options,
         _hybrids,
+    ),
+    "rwkv7": Benchmark(
+        "RWKV-7 as a whole, compared with its author's package rwkv: prefill, training, decoding",
+        (
+            "longspan bench rwkv7 --length 64 --layers 2 --width 64 --vocabulary 97 --rounds 1",
+            "longspan bench rwkv7",
+        ),
+        _rwkv7_options,
+        _rwkv7,
     ),
     "limits": Benchmark(
         "the limits of this machine: matrix products and memory bandwidth",

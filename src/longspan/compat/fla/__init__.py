@@ -13,9 +13,9 @@ from types import ModuleType
 from typing import Any
 
 from . import ops
-from .models import load, register
+from .models import load, register, save_pth
 
-__all__ = ["install", "load", "register", "uninstall"]
+__all__ = ["install", "load", "register", "save_pth", "uninstall"]
 
 NAME = "fla"
 # Modules of the original below fla.ops with their functions. Each function is also in fla.ops.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from .catalog import supported
 
-__all__ = ["load", "refusal", "register", "supported"]
+__all__ = ["load", "refusal", "register", "save_pth", "supported"]
 
 if TYPE_CHECKING:
     from .causal_lm import FlaForCausalLM
@@ -63,6 +63,21 @@ def load(source: str | os.PathLike[str], **options: Any) -> "FlaForCausalLM":
             f"{os.fspath(source)} has model_type {kind!r}, {refusal(kind)}; supported: {', '.join(sorted(known))}"
         )
     return known[kind].load(source, config, **options)
+
+
+def save_pth(model: "FlaForCausalLM", path: str | os.PathLike[str]) -> None:
+    """Write a model of RWKV-7 as a ``.pth`` file in its author's format, which ``load`` reads.
+
+    Args:
+        model: A model of ``load``, with the model type ``rwkv7``.
+        path: The file, which is replaced.
+
+    Raises:
+        ValueError: The model is not RWKV-7, or has weights that the format has no place for.
+    """
+    from . import rwkv_files
+
+    rwkv_files.save_pth(model, path)
 
 
 def refusal(kind: Any) -> str:

@@ -70,6 +70,25 @@ def load_pth(source: str | os.PathLike[str], **options: Any) -> Any:
     return family.model.from_pretrained(None, config=family.config(**config), state_dict=weights, **options)
 
 
+def save_pth(model: Any, path: str | os.PathLike[str]) -> None:
+    """Write a ``.pth`` file; arguments as in ``longspan.compat.fla.save_pth``."""
+    kind = getattr(model.config, "model_type", type(model).__name__)
+    if kind != "rwkv7":
+        raise ValueError(f"only models of the type rwkv7 have this format, not {kind}")
+    found = {}
+    for name, tensor in model.state_dict().items():
+        new = _original(name)
+        if new is None:
+            raise ValueError(f"the format of .pth files has no place for {name}")
+        value = tensor.detach().cpu()
+        if _TRANSPOSED.fullmatch(new.rpartition(".")[2]):
+            value = value.T
+        elif value.dim() == 1 and re.search(r"\.(att|ffn)\.(?!ln)", new):
+            value = value[None, None]
+        found[new] = value.contiguous()
+    torch.save(found, path)
+
+
 def converted(weights: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Return the options of the config, and the weights under the names of flash-linear-attention.
 
@@ -140,6 +159,22 @@ def _renamed(name: str) -> str | None:
         return f"model.layers.{layer}.{_NORMS[part]}.{rest}"
     new = {"att": _ATT, "ffn": _FFN}.get(part, {}).get(rest)
     return None if new is None else f"model.layers.{layer}.{'attn' if part == 'att' else 'ffn'}.{new}"
+
+
+def _original(name: str) -> str | None:
+    """Return the name in the author's files; None if there is none."""
+    for theirs, ours in _TOP.items():
+        if name == ours:
+            return theirs
+    match = re.fullmatch(r"model\.layers\.(\d+)\.(\w+)\.(.+)", name)
+    if match is None:
+        return None
+    layer, part, rest = match.groups()
+    for theirs, ours in _NORMS.items():
+        if part == ours:
+            return f"blocks.{layer}.{theirs}.{rest}"
+    short, names = {"attn": ("att", _ATT), "ffn": ("ffn", _FFN)}.get(part, ("", {}))
+    return next((f"blocks.{layer}.{short}.{theirs}" for theirs, ours in names.items() if ours == rest), None)
 
 
 def split_mixes(weights: dict[str, Tensor]) -> dict[str, Tensor]:
