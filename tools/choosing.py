@@ -4,10 +4,13 @@
     longspan bench members --members 'linformer(length=16384, slots=64); ...' --lengths 16384 --out OTHER
     longspan bench members --lengths 1024 --out AGAIN
     python tools/choosing.py FOLDER+AGAIN OTHER=budget
+    longspan bench members --members 'mamba; ...' --lengths 1024,4096,16384,32768 --out NEW
+    python tools/choosing.py NEW=new
 
 copies FOLDER's members.json, .csv and .png to ``benchmarks/results/MACHINE`` as ``every.json``, .csv and .png. AGAIN is
 optional: a later run of some lengths, whose figures replace FOLDER's there; the exponents are then fitted anew. OTHER
-becomes ``every_budget``. Without an argument the script only writes
+becomes ``every_budget``. NEW adds mechanisms that the first run did not have, with ratios to the softmax of the same
+run. Without an argument the script only writes
 
 * docs/results/mechanisms/*.csv and the picture there,
 * the marked blocks of docs/results/mechanisms.md and docs/how-to/choose-a-mechanism.md.
@@ -179,6 +182,9 @@ def where(found: Figures) -> str:
     machine = "; ".join(f"{name} {value}" for name, value in facts.items())
     again = ",".join(map(str, found.result.get("again", ())))
     more = f" The figures at {again} tokens come from a later run with `--lengths {again}`." if again else ""
+    if new := found.result.get("added", ()):
+        names = ", ".join(f"`{name}`" for name in new)
+        more += f" Those of {names} come from a later run on the same machine, compared with its own softmax."
     return f"```sh\n{line}\n```\n\nMethod: {found.result['how']}.{more}\n\nMachine: {machine}."
 
 
@@ -384,6 +390,18 @@ def measured_again(result: Result, again: Result) -> Result:
     return result
 
 
+def added(result: Result, more: Result) -> Result:
+    """Return ``result`` with the mechanisms of ``more`` that it lacks, or that an earlier call has added."""
+    before = result.get("added", [])
+    known = {one["candidate"] for one in result["growth"]} - set(before)
+    names = [one["candidate"] for one in more["growth"] if one["candidate"] not in known]
+    found = {**result, "added": list(dict.fromkeys([*before, *names]))}
+    for part in ("rows", "growth", "left_out"):
+        old = [one for one in result[part] if one["candidate"] not in names]
+        found[part] = [*old, *(one for one in more[part] if one["candidate"] in names)]
+    return found
+
+
 def main(folders: list[str]) -> None:
     """Copy new results, and write the pages, the CSV files and the picture."""
     place = RESULTS / MACHINE
@@ -391,16 +409,20 @@ def main(folders: list[str]) -> None:
         both, _, word = text.partition("=")
         folder, _, again = both.partition("+")
         place.mkdir(parents=True, exist_ok=True)
+        if word == "new":
+            one, other = (
+                json.loads(path.read_text(encoding="utf-8"))
+                for path in (place / f"{NAME}.json", Path(folder) / "members.json")
+            )
+            _write(place, NAME, added(one, other))
+            continue
         # A run at one length has no picture here.
         for ending in (".json", ".csv") if word else (".json", ".csv", ".png"):
             kept = f"{NAME}_{word}" if word else NAME
             shutil.copyfile(Path(folder) / f"members{ending}", place / f"{kept}{ending}")
         if again:
             one, other = (json.loads((Path(at) / "members.json").read_text(encoding="utf-8")) for at in (folder, again))
-            found = measured_again(one, other)
-            (place / f"{kept}.json").write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-            (place / f"{kept}.csv").write_text(rows_csv(found["rows"]), encoding="utf-8")
-            plots.draw(place / f"{kept}.png", found)
+            _write(place, kept, measured_again(one, other))
     result = json.loads((place / f"{NAME}.json").read_text(encoding="utf-8"))
     TABLES.mkdir(parents=True, exist_ok=True)
     for name, rows in CSV.items():
@@ -408,6 +430,13 @@ def main(folders: list[str]) -> None:
     for path in (CHOOSER, PAGE):
         path.write_text(written(path.read_text(encoding="utf-8"), result), encoding="utf-8")
     draw(TABLES / PICTURE, result)
+
+
+def _write(place: Path, name: str, result: Result) -> None:
+    """Write a result with its CSV and picture."""
+    (place / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    (place / f"{name}.csv").write_text(rows_csv(result["rows"]), encoding="utf-8")
+    plots.draw(place / f"{name}.png", result)
 
 
 if __name__ == "__main__":

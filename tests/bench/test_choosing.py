@@ -208,3 +208,25 @@ def test_tasks_are_those_of_the_experiments(script):
     tasks = script.tasks(None)
     assert round(linear["test"], 3) in [one.get("test_bits_per_dim") for one in tasks]
     assert {one["attention"] for one in tasks if one["task"].startswith("copy")} >= {"softmax", "linear"}
+
+
+def test_a_later_run_adds_mechanisms(script, result):
+    later = {
+        "rows": [row("softmax", "forward", 1024, 7.0), row("mamba", "forward", 1024, 1.0, ratio=7.0)],
+        "growth": [
+            grown("softmax", "softmax", "N^2 D", 2.0, forward=2.0),
+            grown("mamba", "gated", "N D", 1.0, forward=1.0),
+        ],
+        "left_out": [{"candidate": "mamba", "mode": "step", "reason": "long"}],
+    }
+    found = script.Figures(script.added(result, later))
+    assert found.value("mamba", "forward", "ratio", 1024) == 7.0
+    assert found.value("softmax", "forward", "seconds", 1024) == 1.0
+    assert found.result["added"] == ["mamba"]
+    assert "Those of `mamba` come from a later run" in script.where(script.Figures({**found.result}))
+    assert len(found.result["left_out"]) == 2
+    later["rows"][1]["ratio"] = 8.0
+    twice = script.added(found.result, later)
+    assert script.Figures(twice).value("mamba", "forward", "ratio", 1024) == 8.0
+    assert [one["candidate"] for one in twice["growth"]].count("mamba") == 1
+    assert twice["added"] == ["mamba"]
