@@ -1,5 +1,6 @@
 """The experiments on random features and on capacity: their parts obey the laws that they stand on."""
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,7 +61,65 @@ def written_out(model: retrieval.Retriever, sequences: retrieval.Sequences) -> t
     return torch.stack([q @ memory / (q @ total + retrieval.EPS) for q in phi(queries)])
 
 
-@pytest.mark.parametrize("rule", retrieval.RULES)
+def other_rules(model: retrieval.Retriever, sequences: retrieval.Sequences) -> torch.Tensor:
+    """The same for mLSTM's gates, levels of log-linear attention, and RWKV-7's rule."""
+    queries, more = model.embedding @ model.query, model.more
+    length = sequences.keys.shape[1]
+    tokens = []
+    for key, value in zip(*(symbols[0].tolist() for symbols in sequences), strict=True):
+        found = {
+            name: model.embedding[key] @ more[name] + more[f"{name}_of_value"][value]
+            for name in ("gate", "read", "erase", "decay")
+            if name in more
+        }
+        k = model.embedding[key] @ model.key + model.key_of_value[value]
+        tokens.append((k, F.one_hot(torch.tensor(value), model.symbols).float(), found))
+    if model.rule == "general":
+        memory = torch.zeros(model.size, model.symbols)
+        for k, v, found in tokens:
+            read = found["read"] / found["read"].norm()
+            erase = found["erase"].sigmoid() * read
+            kept = (-math.exp(-0.5) * (found["decay"] - 6).sigmoid()).exp()
+            memory = kept[:, None] * memory + torch.outer(k, v) - torch.outer(erase, read @ memory)
+        return queries @ memory
+    phi = model.kind.features
+    if model.rule == "gated":
+        memory, total = torch.zeros(model.size, model.symbols), torch.zeros(model.size)
+        for k, v, found in tokens:
+            enter, forget = found["gate"][0].exp(), found["gate"][1].sigmoid()
+            memory = forget * memory + enter * torch.outer(phi(k), v)
+            total = forget * total + enter * phi(k)
+        return torch.stack([q @ memory / (q @ total) for q in phi(queries)])
+    # Stretches as a binary counter: two of a level become one of the next.
+    stretches: dict[int, list] = {}
+    for k, v, _ in tokens:
+        level, one = 0, [torch.outer(phi(k), v), phi(k)]
+        while level in stretches:
+            one = [a + b for a, b in zip(one, stretches.pop(level), strict=True)]
+            level += 1
+        stretches[level] = one
+    assert sum(2**level for level in stretches) == length
+    weights = F.softplus(model.embedding @ more["level"])
+    rows = []
+    for s, q in enumerate(phi(queries)):
+        parts = [
+            (weights[s, level] * (q @ memory), weights[s, level] * (q @ n)) for level, (memory, n) in stretches.items()
+        ]
+        rows.append(sum(part for part, _ in parts) / sum(n for _, n in parts))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("rule", [rule for rule in retrieval.RULES if rule not in retrieval.BASIC])
+def test_other_rules_are_their_recurrences(rule):
+    model = retrieval.Retriever(7, 5, "linear", rule, numbers())
+    sequences = retrieval.draw(2, 11, 7, True, numbers(1))
+    expected = torch.stack(
+        [other_rules(model, retrieval.Sequences(*(t[i : i + 1] for t in sequences))) for i in (0, 1)]
+    )
+    torch.testing.assert_close(model(sequences, numbers()), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rule", retrieval.BASIC)
 @pytest.mark.parametrize("kind", ["linear", "dpfp1", "dpfp3"])
 def test_a_retriever_is_its_recurrence(kind, rule):
     model = retrieval.Retriever(7, 5, kind, rule, numbers())
@@ -122,7 +181,7 @@ def test_only_favor_as_published_draws_rows_in_every_call():
 def test_a_retriever_without_a_feature_map_refuses_the_delta_rule():
     with pytest.raises(ValueError, match="the delta rule needs a fixed feature map, which softmax has not"):
         retrieval.Retriever(7, 5, "softmax", "delta", numbers())
-    with pytest.raises(ValueError, match="unknown rule 'adds'; known: delta, sum"):
+    with pytest.raises(ValueError, match="unknown rule 'adds'; known: delta, gated, general, levels, sum"):
         retrieval.Retriever(7, 5, "linear", "adds", numbers())
 
 
@@ -172,7 +231,7 @@ def test_the_delta_rule_corrects_what_the_sum_cannot():
     settings = replace(capacity.QUICK, steps=600, rate=1e-2, tests=5, queries=32)
     found = {
         rule: capacity.measure(settings, {"keys": 5, "replaced": True, "rule": rule, "kind": "dpfp1"}, NOWHERE)
-        for rule in retrieval.RULES
+        for rule in retrieval.BASIC
     }
     assert found["delta"]["loss"] < 0.03 < 0.1 < found["sum"]["loss"]
 

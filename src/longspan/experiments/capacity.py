@@ -14,6 +14,7 @@ from .experiment import Buildable, Experiment, Place, Result, Row, at_least, gen
 from .learning import finite
 
 EVERY, DONE = 100, 1e-3
+STYLES = {"sum": "--", "delta": "-", "gated": "-.", "levels": ":", "general": (0, (5, 1, 1, 1, 1, 1))}
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,9 @@ class Settings(Buildable):
         tuple(retrieval.ENCODERS), f"without replacement: of {', '.join(retrieval.ENCODERS)}"
     )
     keys: tuple[int, ...] = setting((60, 100, 200, 400), "without replacement: numbers of keys S")
-    replacing: tuple[str, ...] = setting(("linear", "dpfp1", "dpfp2"), "with replacement: kinds, each with both rules")
+    replacing: tuple[str, ...] = setting(
+        ("linear", "dpfp1", "dpfp2"), "with replacement: kinds, each with the rules sum and delta, linear with all"
+    )
     repeated: tuple[int, ...] = setting((20, 60, 100, 200), "with replacement: numbers of keys S; 2 S tokens")
     size: int = setting(64, "channels of a key, D")
     steps: int = setting(1000, "maximum number of training steps")
@@ -61,7 +64,9 @@ QUICK = Settings(
 def points(settings: Settings) -> list[Row]:
     """List every training, short sequences first, so that a useful picture exists early."""
     first = product(sorted(settings.keys), settings.kinds)
-    second = product(sorted(settings.repeated), retrieval.RULES, settings.replacing)
+    rules = product(retrieval.RULES, settings.replacing)
+    ways = [(rule, kind) for rule, kind in rules if rule in retrieval.BASIC or kind == "linear"]
+    second = ((keys, *way) for keys, way in product(sorted(settings.repeated), ways))
     found: list[Row] = [{"keys": keys, "replaced": False, "rule": "sum", "kind": kind} for keys, kind in first]
     found += [{"keys": keys, "replaced": True, "rule": rule, "kind": kind} for keys, rule, kind in second]
     return sorted(found, key=lambda point: tokens(point["keys"], point["replaced"]))
@@ -164,12 +169,12 @@ def draw(plt: Any, result: Result) -> Any:
     looks = palette.looks(retrieval.ENCODERS)
     for axis, replaced in zip(axes, (False, True), strict=True):
         rows = [row for row in result["rows"] if row["replaced"] is replaced]
-        axis.set_title("keys drawn with replacement: sum and delta rule" if replaced else "each key once: sum rule")
+        axis.set_title("keys drawn with replacement" if replaced else "each key once: sum rule")
         counts = sorted({row["keys"] for row in rows})
         for kind, rule in dict.fromkeys((row["kind"], row["rule"]) for row in rows):
             ours = [row for row in rows if (row["kind"], row["rule"]) == (kind, rule)]
             color, mark = looks[kind].color, looks[kind].marker
-            style = "--" if replaced and rule == "sum" else "-"
+            style = STYLES[rule] if replaced else "-"
             name, features = f"{kind}, {rule}" if replaced else kind, capacity(kind, settings["size"])
             label = f"{name}, {features}" if features else name
             # The published tests with replacement have S tokens, so these are shown there.

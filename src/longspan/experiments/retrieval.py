@@ -1,5 +1,6 @@
 """Associative retrieval: one layer of attention with a fixed state returns the value of a key."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,13 +10,18 @@ from torch import Tensor, nn
 
 from .._utils.spec import known
 from ..ops import gated
+from ..ops.gated.general import general_delta_rule
 from ..ops.linear import random_features
 from ..ops.linear.features import dpfp, elu, sum_normalize
 
 RULES = {
     "sum": "adds what a token brings, and divides by the sum of weights",
     "delta": "replaces what a key has stored",
+    "gated": "adds with an input and a forget gate per token, as mLSTM does",
+    "levels": "adds in sums over stretches of 1, 2, 4, ... tokens, which a query weights, as log-linear attention does",
+    "general": "erases along a learned direction, with decays per channel and no feature map, as RWKV-7 does",
 }
+BASIC = ("sum", "delta")
 EPS = 1e-6
 
 
@@ -79,11 +85,12 @@ class Retriever(nn.Module):
 
     Keys have a learned embedding of int(2.2 S) channels, values are one-hot. A token's attention key is a projection of
     both; a query is one of the key's embedding alone; the attention's values are the one-hot values themselves.
-    ``kind``: a name in KINDS; ``rule``: sum or delta, the latter with a learned step size for every token.
+    ``kind``: a name in ENCODERS; ``rule``: one in RULES. Step sizes, gates and directions are projections of a token.
 
     Source: Schlag et al. 2021 (2102.11174), section 6.1, and the code of CAPACITY_SOURCE, without its biases, which the
-    embedding can stand in for. Raises ValueError for unknown names, and for the delta rule of a kind that has no fixed
-    feature map.
+    embedding can stand in for. Other rules: Beck et al. 2024 (2405.04517), Guo et al. 2025 (2506.04761), Peng et al.
+    2025 (2503.14456). Raises ValueError for unknown names, for the delta rule of a kind that has no fixed feature map,
+    and for rules other than sum and delta of a kind other than linear.
     """
 
     def __init__(self, symbols: int, size: int, kind: str, rule: str, generator: torch.Generator):
@@ -92,6 +99,8 @@ class Retriever(nn.Module):
         self.delta = known(rule, RULES, "rule") == "delta"
         if self.delta and self.kind.features is None:
             raise ValueError(f"the delta rule needs a fixed feature map, which {kind} has not")
+        if rule not in BASIC and kind != "linear":
+            raise ValueError(f"rule={rule} is for the kind linear, not {kind}")
         width = int(2.2 * symbols)
 
         def uniform(rows: int, columns: int, bound: float) -> nn.Parameter:
@@ -101,6 +110,15 @@ class Retriever(nn.Module):
         self.query, self.key, self.key_of_value = (uniform(n, size, size**-0.5) for n in (width, width, symbols))
         self.rate, self.rate_of_value = (uniform(n, 1, (width + symbols) ** -0.5) for n in (width, symbols))
         self.rows = self._draw(generator) if self.kind.kept else None
+        self.rule, self.more = rule, nn.ParameterDict()
+        # One input and one forget gate; what to erase, where, and how fast each channel decays.
+        for name, columns in {"gated": {"gate": 2}, "general": dict.fromkeys(("read", "erase", "decay"), size)}.get(
+            rule, {}
+        ).items():
+            self.more[name] = uniform(width, columns, width**-0.5)
+            self.more[f"{name}_of_value"] = uniform(symbols, columns, size**-0.5)
+        if rule == "levels":
+            self.more["level"] = uniform(width, 32, width**-0.5)
 
     def forward(self, sequences: Sequences, generator: torch.Generator) -> Tensor:
         """Output of the attention for every key symbol (B,S,S). ``generator``: for rows drawn per call."""
@@ -108,7 +126,12 @@ class Retriever(nn.Module):
         keys = (self.embedding @ self.key)[sequences.keys] + self.key_of_value[sequences.values]  # (B,L,D)
         if self.delta:
             return self._corrected(queries, keys, sequences)
+        if self.rule == "general":
+            return self._erased(queries, keys, sequences)
         weights = self._weights(queries, keys, generator)  # (B,S,L)
+        if self.rule in ("gated", "levels"):
+            factors = self._gates(sequences) if self.rule == "gated" else self._level_weights(keys.shape[1])
+            weights = _normalized(weights * factors)
         at = sequences.values[:, None].expand_as(weights)
         return weights.new_zeros(len(at), self.symbols, self.symbols).scatter_add(2, at, weights)
 
@@ -149,9 +172,54 @@ class Retriever(nn.Module):
         _, state = gated.recur(phi_k[:, None], phi_k[:, None], values[:, None], beta=rate.sigmoid().mT, scale=1.0)
         return phi_q @ state[:, 0]
 
+    def _of_token(self, name: str, sequences: Sequences) -> Tensor:
+        """A projection of each token (B,L,channels)."""
+        of_key = (self.embedding @ self.more[name])[sequences.keys]
+        return of_key + self.more[f"{name}_of_value"][sequences.values]
+
+    def _gates(self, sequences: Sequences) -> Tensor:
+        """What the gates leave of each token at the end (B,1,L), relative to the largest."""
+        enter, forget = self._of_token("gate", sequences).unbind(-1)
+        kept = F.logsigmoid(forget)
+        later = kept.flip(1).cumsum(1).flip(1) - kept
+        exponent = enter + later
+        return (exponent - exponent.amax(1, keepdim=True)).exp()[:, None]
+
+    def _level_weights(self, length: int) -> Tensor:
+        """The weight that each query gives to the stretch of each token (1,S,L)."""
+        of_level = F.softplus(self.embedding @ self.more["level"])
+        return of_level[:, levels(length)][None]
+
+    def _erased(self, queries: Tensor, keys: Tensor, sequences: Sequences) -> Tensor:
+        values = F.one_hot(sequences.values, self.symbols).to(keys)
+        read = F.normalize(self._of_token("read", sequences), dim=-1)
+        rate = self._of_token("erase", sequences).sigmoid()
+        decay = -math.exp(-0.5) * (self._of_token("decay", sequences) - 6).sigmoid()  # slow at first
+        operands = [t[:, None] for t in (keys, keys, values)]
+        _, state = general_delta_rule(
+            *operands,
+            read=read[:, None],
+            erase=(read * rate)[:, None],
+            log_decay=decay[:, None],
+            read_before_decay=True,
+            scale=1.0,
+            return_state=True,
+        )
+        return queries @ state[:, 0]
+
     def _draw(self, generator: torch.Generator) -> Tensor:
         kind = {"rows": "orthogonal", "radii": "chi", "generator": generator}
         return random_features.sample(1, self.kind.rows, self.size, **kind)[0].float()
+
+
+def levels(length: int) -> Tensor:
+    """The level of each token (L,) at the end of a sequence: its length as a sum of powers of two, the largest first.
+
+    >>> levels(7).tolist()
+    [2, 2, 2, 2, 1, 1, 0]
+    """
+    powers = [bit for bit in reversed(range(length.bit_length())) if length >> bit & 1]
+    return torch.cat([torch.full((1 << bit,), bit) for bit in powers])
 
 
 def _normalized(weights: Tensor) -> Tensor:
