@@ -69,7 +69,7 @@ def other_rules(model: retrieval.Retriever, sequences: retrieval.Sequences) -> t
     for key, value in zip(*(symbols[0].tolist() for symbols in sequences), strict=True):
         found = {
             name: model.embedding[key] @ more[name] + more[f"{name}_of_value"][value]
-            for name in ("gate", "read", "erase", "decay")
+            for name in ("gate", "rate", "decay")
             if name in more
         }
         k = model.embedding[key] @ model.key + model.key_of_value[value]
@@ -77,11 +77,12 @@ def other_rules(model: retrieval.Retriever, sequences: retrieval.Sequences) -> t
     if model.rule == "general":
         memory = torch.zeros(model.size, model.symbols)
         for k, v, found in tokens:
-            read = found["read"] / found["read"].norm()
-            erase = found["erase"].sigmoid() * read
+            read = k * more["direction"] / (k * more["direction"]).norm()
+            rate = found["rate"].sigmoid()
+            write = k / k.norm() * (1 + (rate - 1) * more["part"])
             kept = (-math.exp(-0.5) * (found["decay"] - 6).sigmoid()).exp()
-            memory = kept[:, None] * memory + torch.outer(k, v) - torch.outer(erase, read @ memory)
-        return queries @ memory
+            memory = kept[:, None] * memory + torch.outer(write, v) - torch.outer(rate * read, read @ memory)
+        return queries / queries.norm(dim=-1, keepdim=True) @ memory
     phi = model.kind.features
     if model.rule == "gated":
         memory, total = torch.zeros(model.size, model.symbols), torch.zeros(model.size)

@@ -14,7 +14,7 @@ from .experiment import Buildable, Experiment, Place, Result, Row, at_least, gen
 from .learning import finite
 
 EVERY, DONE = 100, 1e-3
-STYLES = {"sum": "--", "delta": "-", "gated": "-.", "levels": ":", "general": (0, (5, 1, 1, 1, 1, 1))}
+LIKE = {"gated": "mlstm", "levels": "log_linear", "general": "rwkv7"}  # the mechanism that has a rule
 
 
 @dataclass(frozen=True)
@@ -167,14 +167,16 @@ def draw(plt: Any, result: Result) -> Any:
     settings = result["settings"]
     figure, axes = plt.subplots(2, 1, figsize=(8.4, 9.6), layout="constrained")
     looks = palette.looks(retrieval.ENCODERS)
+    others = palette.looks(LIKE.values())
     for axis, replaced in zip(axes, (False, True), strict=True):
         rows = [row for row in result["rows"] if row["replaced"] is replaced]
         axis.set_title("keys drawn with replacement" if replaced else "each key once: sum rule")
         counts = sorted({row["keys"] for row in rows})
         for kind, rule in dict.fromkeys((row["kind"], row["rule"]) for row in rows):
             ours = [row for row in rows if (row["kind"], row["rule"]) == (kind, rule)]
-            color, mark = looks[kind].color, looks[kind].marker
-            style = STYLES[rule] if replaced else "-"
+            look = others[LIKE[rule]] if rule in LIKE else looks[kind]
+            color, mark = look.color, look.marker
+            style = "--" if replaced and rule == "sum" else "-"
             name, features = f"{kind}, {rule}" if replaced else kind, capacity(kind, settings["size"])
             label = f"{name}, {features}" if features else name
             # The published tests with replacement have S tokens, so these are shown there.

@@ -19,7 +19,7 @@ RULES = {
     "delta": "replaces what a key has stored",
     "gated": "adds with an input and a forget gate per token, as mLSTM does",
     "levels": "adds in sums over stretches of 1, 2, 4, ... tokens, which a query weights, as log-linear attention does",
-    "general": "erases along a learned direction, with decays per channel and no feature map, as RWKV-7 does",
+    "general": "erases and decays each channel at a rate of the token, without a feature map, as RWKV-7 does",
 }
 BASIC = ("sum", "delta")
 EPS = 1e-6
@@ -111,12 +111,14 @@ class Retriever(nn.Module):
         self.rate, self.rate_of_value = (uniform(n, 1, (width + symbols) ** -0.5) for n in (width, symbols))
         self.rows = self._draw(generator) if self.kind.kept else None
         self.rule, self.more = rule, nn.ParameterDict()
-        # One input and one forget gate; what to erase, where, and how fast each channel decays.
-        for name, columns in {"gated": {"gate": 2}, "general": dict.fromkeys(("read", "erase", "decay"), size)}.get(
+        # An input and a forget gate; how much of each channel is erased, and how fast it decays.
+        for name, columns in {"gated": {"gate": 2}, "general": dict.fromkeys(("rate", "decay"), size)}.get(
             rule, {}
         ).items():
             self.more[name] = uniform(width, columns, width**-0.5)
             self.more[f"{name}_of_value"] = uniform(symbols, columns, size**-0.5)
+        if rule == "general":
+            self.more["direction"], self.more["part"] = (nn.Parameter(torch.ones(size)) for _ in range(2))
         if rule == "levels":
             self.more["level"] = uniform(width, 32, width**-0.5)
 
@@ -192,10 +194,11 @@ class Retriever(nn.Module):
 
     def _erased(self, queries: Tensor, keys: Tensor, sequences: Sequences) -> Tensor:
         values = F.one_hot(sequences.values, self.symbols).to(keys)
-        read = F.normalize(self._of_token("read", sequences), dim=-1)
-        rate = self._of_token("erase", sequences).sigmoid()
+        rate = self._of_token("rate", sequences).sigmoid()
         decay = -math.exp(-0.5) * (self._of_token("decay", sequences) - 6).sigmoid()  # slow at first
-        operands = [t[:, None] for t in (keys, keys, values)]
+        read = F.normalize(keys * self.more["direction"], dim=-1)
+        write = F.normalize(keys, dim=-1) * (1 + (rate - 1) * self.more["part"])
+        operands = [t[:, None] for t in (write, write, values)]
         _, state = general_delta_rule(
             *operands,
             read=read[:, None],
@@ -205,7 +208,7 @@ class Retriever(nn.Module):
             scale=1.0,
             return_state=True,
         )
-        return queries @ state[:, 0]
+        return F.normalize(queries, dim=-1) @ state[:, 0]
 
     def _draw(self, generator: torch.Generator) -> Tensor:
         kind = {"rows": "orthogonal", "radii": "chi", "generator": generator}
