@@ -64,6 +64,19 @@ def test_learned_positions_are_those_of_the_stream():
         crowd.submit([1] * 60, max_new_tokens=9)
 
 
+@pytest.mark.parametrize(("options", "places"), [({"positions": "learned"}, 64), ({"attention": "softmax"}, 40)])
+def test_a_stream_fills_the_last_place(options, places):
+    model = decoder(**options)
+    given = prompts(1)[0]
+    n = places - len(given)
+    crowd = pool(model)
+    (stream,) = crowd.submit(given, max_new_tokens=n, sampling=GREEDY)
+    crowd.run()
+    assert stream.tokens == alone(model, given, n)
+    with pytest.raises(ValueError, match=f"need {places + 1} places"):
+        crowd.submit(given, max_new_tokens=n + 1)
+
+
 def test_samples_depend_on_seed_and_position_only():
     model, given = decoder(), prompts(8)
     found = []

@@ -190,8 +190,8 @@ class Pool:
         if state is not None and not given:
             raise ValueError("a state needs a prompt of at least one token, which it has not read")
         before = 0 if state is None else int(state.position[0])
-        # Limits of positions and of KV caches; the start token takes a place.
-        needed = before + len(given) + max_new_tokens + (state is None)
+        # Limits of positions and of KV caches. The start token takes a place; the last token drawn is never read.
+        needed = before + len(given) + max_new_tokens - (state is not None)
         for limit, what in (
             (self.capacity if self._fixed else 0, "capacity"),
             (self._positions(), "the table of positions"),
