@@ -12,7 +12,7 @@ def parser() -> Parser:
     parser = make(
         "serve",
         "Serve a trained decoder over HTTP with the interface of OpenAI's completions: /v1/completions with streaming, "
-        "/v1/models, /healthz, /readyz and /metrics. Each stream has its state in a slot of a pool, and one decode "
+        "/v1/models, /healthz, /readyz and /metrics, and a page for trying the model at /. Each stream has its state in a slot of a pool, and one decode "
         "step advances all streams. After SIGTERM, running streams finish; a second signal stops immediately.",
         "longspan serve text",
         "longspan serve runs/book --port 8080 --slots 256 --prefix-mb 512",
@@ -29,6 +29,7 @@ def parser() -> Parser:
     parser.add_argument("--max-tokens", type=natural_int(10**9), default=4096, help="largest max_tokens of a request")
     parser.add_argument("--api-key", type=str, default="", help="require the header Authorization: Bearer KEY")
     parser.add_argument("--name", type=str, default="", help="the model's name in requests; by default MODEL")
+    parser.add_argument("--no-playground", action="store_true", help="do not serve the page for trying the model at /")
     parser.add_argument("--grace", type=natural_int(86400), default=30, help="seconds for running streams at the end")
     return parser
 
@@ -46,7 +47,15 @@ def run(args: Any) -> int:
     codec = Bytes() if trained.kind(name) == "text" else None
     pool = Pool(model, slots=args.slots, queue=args.queue, capacity=args.capacity, prefix_bytes=args.prefix_mb << 20)
     limits = Limits(tokens=args.max_tokens)
-    server = Server(pool, name=args.name or args.model, codec=codec, api_key=args.api_key, limits=limits)
+    server = Server(
+        pool,
+        name=args.name or args.model,
+        codec=codec,
+        api_key=args.api_key,
+        limits=limits,
+        grid=trained.SHAPES[trained.kind(name)][0],
+        playground=not args.no_playground,
+    )
     config = uvicorn.Config(
         server.app,
         host=args.host,

@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .. import states
+from . import page
 from .pool import Full, Pool, Stream
 from .requests import Completion, Wrong, completion
 from .text import Stops
@@ -86,10 +87,22 @@ class Server:
         codec: Text to tokens and back, such as ``text.Bytes``; None for a model without text.
         api_key: Requests need the header ``Authorization: Bearer KEY``; "" for none.
         limits: What one client may use.
+        grid: The shape of the images of a model of pixels, (height, width) or (height, width, 3); () for other models.
+        playground: Serve a page for trying the model at ``/``.
     """
 
-    def __init__(self, pool: Pool, *, name: str, codec: Any = None, api_key: str = "", limits: Limits | None = None):
-        self.pool, self.name, self.codec, self.api_key = pool, name, codec, api_key
+    def __init__(
+        self,
+        pool: Pool,
+        *,
+        name: str,
+        codec: Any = None,
+        api_key: str = "",
+        limits: Limits | None = None,
+        grid: tuple[int, ...] = (),
+        playground: bool = True,
+    ):
+        self.pool, self.name, self.codec, self.api_key, self.grid = pool, name, codec, api_key, grid
         self.limits = limits or Limits()
         self.worker = Worker(pool)
         self.metrics = Metrics(self.worker)
@@ -102,6 +115,7 @@ class Server:
             Route("/healthz", self.health),
             Route("/readyz", self.ready),
             Route("/metrics", self.prometheus),
+            *([Route("/", page.playground)] if playground else []),
         ]
         handlers = {Wrong: self.wrong, 404: self.not_found, 405: self.not_found}
         application = Starlette(routes=routes, exception_handlers=handlers)  # pyright: ignore[reportArgumentType] (handlers of a subclass)
@@ -155,8 +169,9 @@ class Server:
         return JSONResponse({**about, "choices": found, "usage": self._usage(asked, choices)})
 
     async def models(self, request: Request) -> Response:
-        """GET /v1/models."""
-        one = {"id": self.name, "object": "model", "created": self.created, "owned_by": "longspan"}
+        """GET /v1/models; the key ``longspan`` describes the model to the playground."""
+        one: dict[str, Any] = {"id": self.name, "object": "model", "created": self.created, "owned_by": "longspan"}
+        one["longspan"] = page.about(self.pool, self.codec, self.grid, self.limits.tokens)
         return JSONResponse({"object": "list", "data": [one]})
 
     async def chat(self, request: Request) -> Response:
@@ -359,7 +374,7 @@ class Events(StreamingResponse):
 class Guard:
     """Checks the key of each request, and drops clients that read nothing. A plain ASGI application."""
 
-    OPEN = ("/healthz", "/readyz")
+    OPEN = ("/", "/healthz", "/readyz")
 
     def __init__(self, app: ASGIApp, server: Server):
         self.app, self.server = app, server
