@@ -26,7 +26,9 @@ FLAGS = (
     "--remote-debugging-pipe",
 )
 # Chromium reads commands from file descriptor 3 and writes answers to 4.
-LAUNCH = "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+LAUNCH = (
+    "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
+)
 SECONDS = 60  # against hanging only
 
 
@@ -157,10 +159,10 @@ class Page:
         self.until("!window.old && document.readyState === 'complete'")
 
     def box(self, selector):
-        """The box (x, y, width, height) of an element, scrolled into the window."""
-        return self.js(
+        """The box (x, y, width, height) of an element, scrolled into the window, once it is shown."""
+        return self.until(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); "
-            "e.scrollIntoView({block: 'center', behavior: 'instant'}); "
+            "if (!e || !e.offsetParent) return null; e.scrollIntoView({block: 'center', behavior: 'instant'}); "
             "const b = e.getBoundingClientRect(); return [b.x, b.y, b.width, b.height]; })()"
         )
 

@@ -1,0 +1,506 @@
+"""The playground in a browser: text that streams, stops and branches, digits that are completed, errors in words."""
+
+import base64
+import contextlib
+import hashlib
+import re
+import threading
+
+import pytest
+from browser import Browser, chromium
+from test_server import Running, decoder, text_of, until
+
+from longspan.cli import main
+
+httpx = pytest.importorskip("httpx")
+openai = pytest.importorskip("openai")
+
+GRID = {"codec": False, "grid": (8, 8)}
+HOSTILE = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if chromium() is None:
+        pytest.skip("needs Chromium")
+    with Browser() as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def running():
+    """A server of a model of ASCII text."""
+    with Running(decoder(vocab=128)) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def opened(browser, running, *, errors=(), **options):
+    """A page that is ready; it asks this server only, and logs no error but those that are named."""
+    with browser.page(running.url, **options) as page:
+        page.until("model !== null || !keyform.hidden")
+        yield page
+        found, addresses = page.logged()
+        assert not [one for one in found if not any(error in one for error in errors)]
+        assert all(address.startswith((running.url, "data:,")) for address in addresses)
+
+
+class Gated:
+    """A model whose calls wait for leave."""
+
+    def __init__(self, running):
+        self._model, self._leave, self._open = running.pool.model, threading.Semaphore(0), False
+        running.pool.model = self
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def __call__(self, *args, **options):
+        if not self._open:
+            self._leave.acquire()
+        return self._model(*args, **options)
+
+    def allow(self, steps):
+        self._leave.release(steps)
+
+    def open(self):
+        self._open = True
+        self._leave.release()
+
+
+@contextlib.contextmanager
+def gated(*args, **options):
+    """A server whose steps are allowed one by one."""
+    with Running(*args, **options) as running:
+        gate = Gated(running)
+        try:
+            yield running, gate
+        finally:
+            gate.open()
+
+
+def run(page, prompt, *, seed=3, tokens=20, temperature=1):
+    page.write("#prompt", prompt)
+    for field, value in (("seed", seed), ("max_tokens", tokens), ("temperature", temperature)):
+        page.write(f"#{field}", str(value))
+    page.click("#run")
+
+
+def drawn(running, prompt, **body):
+    return running.post(prompt=prompt, **body).json()["choices"][0]["text"]
+
+
+def shown(page, index=0):
+    """The text in a column, as it is on the screen."""
+    return page.js(f"document.querySelectorAll('.text')[{index}].textContent")
+
+
+def marked(page, index, name):
+    return page.js(
+        f"[...document.querySelectorAll('.text')[{index}].querySelectorAll('.{name}')].map(e => e.textContent).join('')"
+    )
+
+
+def place(page, index, at):
+    """The point on the screen before a character."""
+    return page.js(
+        f"(() => {{ const body = document.querySelectorAll('.text')[{index}]; let rest = {at};"
+        "body.scrollIntoView({block: 'center'});"
+        "for (const span of body.children) { if (rest < span.textContent.length) { const range = new Range();"
+        "range.setStart(span.firstChild, rest); range.setEnd(span.firstChild, rest + 1);"
+        "const box = range.getBoundingClientRect(); return [box.left + 1, box.top + box.height / 2]; }"
+        "rest -= span.textContent.length; } })()"
+    )
+
+
+def hashes(page, tag):
+    parts = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)
+    return [f"'sha256-{base64.b64encode(hashlib.sha256(part.encode()).digest()).decode()}'" for part in parts]
+
+
+def test_the_page_admits_its_own_script_and_style_only(running):
+    answer = httpx.get(running.url)
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    policy = dict(rule.split(" ", 1) for rule in answer.headers["content-security-policy"].split("; "))
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["base-uri"] == "'none'"
+    assert policy["connect-src"] == "'self'"
+    for tag in ("script", "style"):
+        assert policy[f"{tag}-src"].split() == hashes(answer.text, tag)
+    assert "://" not in answer.text
+
+
+def test_the_page_needs_no_key_and_can_be_left_out():
+    with Running(api_key="secret") as running:
+        assert httpx.get(running.url).status_code == 200
+        assert httpx.get(f"{running.url}/metrics").status_code == 401
+    with Running(playground=False) as running:
+        assert httpx.get(running.url).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("codec", "grid", "kind"),
+    [(True, (), {"kind": "text"}), (False, (8, 8), {"kind": "image", "width": 8, "height": 8, "channels": 1})],
+)
+def test_models_are_described(codec, grid, kind):
+    with Running(decoder(vocab=17), codec=codec, grid=grid) as running:
+        found = httpx.get(f"{running.url}/v1/models").json()["data"][0]["longspan"]
+        bytes_per_stream = running.metric("longspan_state_bytes") / 8
+        assert found == {
+            "vocab": 17,
+            "max_tokens": 4096,
+            "slots": 8,
+            "state_bytes_per_stream": bytes_per_stream,
+            **kind,
+        }
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none")
+        assert client.models.list().data[0].longspan == found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("options", "status"), [([], 200), (["--no-playground"], 404)])
+def test_the_command_knows_the_images_of_a_model(monkeypatch, options, status):
+    uvicorn = pytest.importorskip("uvicorn")
+    seen = []
+
+    def serve(http):
+        with_app = httpx.ASGITransport(http.config.app)
+
+        async def ask():
+            async with httpx.AsyncClient(transport=with_app, base_url="http://test") as client:
+                return await client.get("/"), await client.get("/v1/models")
+
+        import asyncio
+
+        seen.extend(asyncio.run(ask()))
+
+    monkeypatch.setattr(uvicorn.Server, "run", serve)
+    main(["serve", "mnist", "--slots", "2", *options])
+    page, models = seen
+    assert page.status_code == status
+    about = models.json()["data"][0]["longspan"]
+    assert (about["kind"], about["width"], about["height"], about["vocab"]) == ("image", 28, 28, 256)
+
+
+def test_text_appears_as_it_is_drawn_and_stops(browser):
+    with gated(decoder(vocab=128)) as (running, gate), opened(browser, running) as page:
+        run(page, "hello", tokens=4000)
+        gate.allow(5)
+        page.until("items[0]?.text.length === 10")
+        page.until("document.querySelector('.text').textContent.length === 10")
+        assert page.js("items[0].control !== null && running.size === 1")
+        gate.allow(3)
+        page.until("document.querySelector('.text').textContent.length === 13")
+        page.click("#stop")
+        page.until("items[0].state === 'stopped'")
+        gate.open()
+        until(lambda: running.pool.idle)
+        assert running.metric("longspan_streams_cancelled") == 1
+        assert "stopped" in page.js("items[0].note.textContent")
+        assert shown(page) == "hello" + drawn(running, "hello", max_tokens=8, seed=3)
+
+
+@pytest.mark.full
+def test_a_text_is_branched_where_it_is_clicked(browser, running):
+    with opened(browser, running) as page:
+        run(page, HOSTILE, tokens=30)
+        page.until("items[0] && !items[0].control")
+        root = shown(page)
+        assert root == HOSTILE + drawn(running, HOSTILE, max_tokens=30, seed=3)
+        page.click_at(*place(page, 0, 9))
+        page.until("!items[0].panel.hidden && items[0].place === 9")
+        page.write(".panel input", "word")
+        page.write(".panel input[type=number]", "8")
+        page.click(".panel button")
+        page.until("items.length === 2 && !items[1].control")
+        begin = root[:9] + "word"
+        branch = shown(page, 1)
+        assert branch == begin + drawn(running, begin, max_tokens=30, seed=8)
+        assert [marked(page, i, "shared") for i in (0, 1)] == [root[:9]] * 2
+        assert marked(page, 1, "typed") == begin
+        # Without a word, the model draws another continuation with the next seed.
+        page.click_at(*place(page, 1, 30))
+        page.click("article:nth-of-type(2) .panel button")
+        page.until("items.length === 3 && !items[2].control")
+        assert shown(page, 2) == branch[:30] + drawn(running, branch[:30], max_tokens=30, seed=9)
+        assert page.js("document.title") == "tiny – longspan playground"
+        boxes = page.js("[...document.querySelectorAll('article')].map(e => e.getBoundingClientRect().left)")
+        assert boxes == sorted(set(boxes))
+        page.click("[aria-label='Delete text 2']")
+        assert page.js("items.map(item => item.id)") == [1, 3]
+        assert page.js("document.querySelectorAll('article').length") == 2
+
+
+@pytest.mark.full
+def test_the_keyboard_is_enough(browser):
+    with Running() as running, opened(browser, running) as page:
+        page.until("!$('form').hidden")
+        page.js("$('prompt').focus()")
+        page.send("Input.insertText", text="keys 😀 here")
+        page.press("Enter", 2, "\r")
+        page.until("items[0] && !items[0].control")
+        page.js("items[0].body.focus()")
+        page.press("Home")
+        for _ in range(6):
+            page.press("ArrowRight")
+        # The character of two UTF-16 units is one step.
+        assert page.js("items[0].place") == 7
+        page.press("ArrowLeft", 2)
+        assert page.js("items[0].place") == 5
+        page.press("Enter", 0, "\r")
+        page.send("Input.insertText", text="new")
+        page.press("Enter", 0, "\r")
+        page.until("items.length === 2 && !items[1].control")
+        assert shown(page, 1).startswith("keys new")
+        assert page.js("document.activeElement === items[1].body")
+
+
+@pytest.mark.full
+def test_a_reload_keeps_the_texts_and_frees_the_slot(browser):
+    with gated(decoder(vocab=128)) as (running, gate), opened(browser, running) as page:
+        run(page, "kept", tokens=4000, temperature=0.5)
+        gate.allow(6)
+        page.until("items[0]?.text.length === 10")
+        text = shown(page)
+        page.reload()
+        gate.open()
+        until(lambda: running.pool.idle)
+        assert running.metric("longspan_streams_cancelled") == 1
+        page.until("items.length === 1")
+        assert shown(page) == text
+        assert "cut by a reload" in page.js("items[0].note.textContent")
+        assert page.js("[$('prompt').value, $('temperature').value]") == ["kept", "0.5"]
+        page.write("#max_tokens", "5")
+        page.click("[aria-label='Continue text 1']")
+        page.until(f"items[0].text.length === {len(text) + 5}")
+        run(page, "next", tokens=1)
+        page.until("items.length === 2 && items[1].id === 2")
+
+
+@pytest.mark.full
+def test_a_key_is_asked_for(browser):
+    with Running(decoder(vocab=128), api_key="secret") as running:
+        with opened(browser, running, errors=["status of 401"]) as page:
+            page.until("!keyform.hidden && wrong.textContent.includes('requires an API key')")
+            page.write("#key", "other")
+            page.click("#keyform button")
+            page.until("wrong.textContent.includes('does not accept this API key')")
+            page.write("#key", "secret")
+            page.click("#keyform button")
+            page.until("keyform.hidden && wrong.hidden")
+            run(page, "with a key", tokens=5)
+            page.until("items[0] && !items[0].control")
+            assert page.js("items[0].error.hidden && items[0].text.length === 15")
+            page.until("$('live').textContent === '0 of 8 slots'")
+            assert "secret" not in page.js("JSON.stringify(sessionStorage)")
+
+
+@pytest.mark.full
+def test_errors_are_shown_in_words(browser):
+    with gated(decoder(vocab=128), pool={"slots": 1, "queue": 0}) as (running, gate):
+        with opened(browser, running, errors=["status of 429", "ERR_CONNECTION_REFUSED"]) as page:
+            run(page, "first", tokens=9)
+            gate.allow(1)
+            page.until("items[0]?.text.length === 6")
+            run(page, "second", tokens=9)
+            page.until("items[1]?.state === 'failed'")
+            assert "try again later" in page.js("items[1].error.textContent")
+            assert not page.js("items[1].error.hidden")
+            gate.open()
+            page.until("!items[0].control")
+            running.http.should_exit = True
+            running.thread.join(10)
+            run(page, "third", tokens=9)
+            page.until("items[2]?.state === 'failed'")
+            assert "does not answer" in page.js("items[2].error.textContent")
+
+
+@pytest.mark.full
+def test_streams_beyond_four_wait_and_can_be_stopped(browser):
+    with gated(decoder(vocab=128)) as (running, gate), opened(browser, running) as page:
+        for i in range(6):
+            run(page, f"{i}", tokens=5)
+        page.until("items.length === 6")
+        assert page.js("items.map(item => item.note.textContent.includes('waits'))") == [False] * 4 + [True] * 2
+        page.click("[aria-label='Stop text 5']")
+        page.until("items[4].state === 'stopped'")
+        gate.open()
+        page.until("!running.size")
+        assert page.js("items.map(item => item.text.length)") == [6, 6, 6, 6, 1, 6]
+        run(page, "again", tokens=5)
+        page.until("items[6]?.text.length === 10")
+
+
+@pytest.mark.full
+def test_metrics_are_read_while_the_page_is_visible(browser, running):
+    with opened(browser, running) as page:
+        page.until("$('live').textContent === '0 of 8 slots'")
+        assert page.js("$('bytes').textContent").endswith("kB")
+        page.js("Object.defineProperty(document, 'visibilityState', {value: 'hidden', configurable: true})")
+        page.js("document.dispatchEvent(new Event('visibilitychange'))")
+        page.js("poll()")
+        before = page.logged()[1]
+        page.js("(async () => { for (let i = 0; i < 3; i++) await poll(); })()")
+        page.js("new Promise(resolve => setTimeout(resolve, 1100))")
+        assert page.logged()[1] == before
+        page.js("delete document.visibilityState")
+        page.js("document.dispatchEvent(new Event('visibilitychange'))")
+        until(lambda: len(page.logged()[1]) > len(before))
+
+
+def complete(running, prompt, **body):
+    choices = running.post(prompt=prompt, **body).json()["choices"]
+    return [choice["tokens"] for choice in choices]
+
+
+def gray(page, index):
+    """The levels of a completion, read from its canvas."""
+    return page.js(
+        f"(() => {{ const canvas = document.querySelectorAll('figure canvas')[{index}];"
+        "const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;"
+        "return [...data].filter((_, i) => i % 4 === 0); })()"
+    )
+
+
+@pytest.mark.parametrize("touch", [False, True])
+@pytest.mark.full
+def test_a_digit_is_drawn_and_completed(browser, touch):
+    with gated(decoder(vocab=17), **GRID) as (running, gate):
+        width = 390 if touch else 1280
+        with opened(browser, running, width=width, touch=touch) as page:
+            x, y, side, _ = page.box("#pad")
+            points = [(x + side * (0.2 + 0.1 * i), y + side * (0.1 + 0.1 * i)) for i in range(7)]
+            (page.swipe if touch else page.drag)(points)
+            cells = page.js("pad.cells")
+            assert max(cells) == 16
+            # The lower half belongs to the model.
+            assert cells[32:] == [0] * 32
+            page.write("#seed", "5")
+            page.write("#count", "3")
+            page.click("#run")
+            gate.allow(8)
+            page.until("items.length === 3 && items.every(item => item.tokens.length === 40 && item.painted === 40)")
+            levels = gray(page, 1)
+            hidden = 0x3A
+            assert levels[40:] == [hidden] * 24
+            gate.open()
+            page.until("!running.size && items.every(item => item.painted === 64)")
+            found = complete(running, cells[:32], max_tokens=32, n=3, seed=5)
+            for i in range(3):
+                assert gray(page, i) == [round(255 * level / 16) for level in cells[:32] + found[i]]
+            assert page.js("items.map(item => item.note.textContent)") == ["seed 5", "seed 6", "seed 7"]
+            page.reload()
+            page.until("model !== null")
+            assert page.js("pad.cells") == cells
+
+
+@pytest.mark.full
+def test_a_digit_is_drawn_with_keys_and_erased(browser):
+    with Running(decoder(vocab=17), **GRID) as running, opened(browser, running) as page:
+        page.until("!imagesection.hidden")
+        page.js("$('pad').focus()")
+        page.press("ArrowLeft")
+        page.press(" ", 0, " ")
+        cells = page.js("pad.cells")
+        assert cells[2 * 8 + 3] == 16
+        page.click("#erase")
+        page.js("$('pad').focus()")
+        page.press(" ", 0, " ")
+        assert page.js("pad.cells")[2 * 8 + 3] == 0
+        page.click("#example")
+        assert page.js("Math.max(...pad.cells)") == 16
+        page.click("#blank")
+        assert page.js("Math.max(...pad.cells)") == 0
+
+
+@pytest.mark.full
+def test_colors_are_three_tokens_of_a_pixel(browser):
+    with Running(decoder(vocab=256), codec=False, grid=(4, 4, 3)) as running, opened(browser, running) as page:
+        page.until("!imagesection.hidden")
+        page.js("$('color').value = '#ff8000'; $('pad').focus(); stroke(0.5, 0.5, 0.5, 0.5)")
+        assert page.js("pad.cells.slice(0, 3)") == [255, 128, 0]
+        page.write("#count", "1")
+        page.click("#run")
+        page.until("items[0] && !running.size")
+        tokens = page.js("items[0].tokens")
+        assert len(tokens) == 48
+        data = page.js("[...document.querySelector('figure canvas').getContext('2d').getImageData(0, 0, 4, 4).data]")
+        assert [value for i, value in enumerate(data) if i % 4 != 3] == tokens
+
+
+@pytest.mark.full
+def test_a_model_of_tokens_takes_numbers(browser):
+    with Running(decoder(vocab=17), codec=False) as running, opened(browser, running) as page:
+        run(page, "3, 5 16", tokens=4)
+        page.until("items[0] && !items[0].control")
+        (tokens,) = complete(running, [3, 5, 16], max_tokens=4, seed=3)
+        assert shown(page) == "3, 5 16 " + " ".join(map(str, tokens))
+        page.js("items[0].put(6)")
+        assert page.js("items[0].place") == 5
+        run(page, "3 x", tokens=4)
+        page.until("items[1]?.state === 'failed'")
+        assert "x is none" in page.js("items[1].error.textContent")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("image", [False, True])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_overflows_and_everything_has_a_name(browser, running, image, width):
+    with contextlib.ExitStack() as stack:
+        server = stack.enter_context(Running(decoder(vocab=17), **GRID)) if image else running
+        page = stack.enter_context(opened(browser, server, width=width, touch=width < 700))
+        if image:
+            page.click("#example")
+            page.click("#run")
+            page.until("items.length === 4 && !running.size")
+        else:
+            run(page, "w" * 300)
+            page.until("items.length === 1 && !running.size")
+            page.click("[aria-label='Branch text 1']")
+        assert page.js("document.documentElement.scrollWidth <= innerWidth")
+        visible = "[...document.querySelectorAll('button, input, textarea, [tabindex]')].filter(e => e.offsetParent)"
+        assert page.js(f"{visible}.filter(e => e.getBoundingClientRect().height < 40).map(e => e.outerHTML)") == []
+        nodes = page.send("Accessibility.getFullAXTree")["nodes"]
+        roles = ("button", "textbox", "spinbutton", "slider", "img", "image")
+        named = [
+            node
+            for node in nodes
+            if not node["ignored"] and node["role"]["value"] in roles and node.get("name", {}).get("value")
+        ]
+        assert len(named) > 8
+        assert not [
+            node
+            for node in nodes
+            if not node["ignored"] and node["role"]["value"] in roles and not node.get("name", {}).get("value")
+        ]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("dark", [False, True])
+def test_words_stand_out_from_what_is_behind_them(browser, running, dark):
+    """Contrast of at least 4.5 (WCAG 2.2, 1.4.3) for each pair of colors in use."""
+    with opened(browser, running, dark=dark) as page:
+        names = page.js(
+            "Object.fromEntries(['page', 'card', 'ink', 'faint', 'accent', 'on-accent', 'shared', 'wrong', 'wrong-card']"
+            ".map(name => [name, getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim()]))"
+        )
+        pairs = [("ink", "page"), ("ink", "card"), ("ink", "shared"), ("faint", "page"), ("faint", "card")]
+        pairs += [("faint", "shared"), ("on-accent", "accent"), ("wrong", "wrong-card"), ("wrong", "card")]
+        assert page.js("getComputedStyle(document.body).backgroundColor") == "rgb({}, {}, {})".format(
+            *(int(names["page"][i : i + 2], 16) for i in (1, 3, 5))
+        )
+        assert not [pair for pair in pairs if contrast(*(names[name] for name in pair)) < 4.5]
+
+
+def contrast(a, b):
+    def luminance(color):
+        linear = []
+        for i in (1, 3, 5):
+            value = int(color[i : i + 2], 16) / 255
+            linear.append(value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4)
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    low, high = sorted((luminance(a), luminance(b)))
+    return (high + 0.05) / (low + 0.05)

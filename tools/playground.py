@@ -1,0 +1,52 @@
+"""Draw the picture of the playground: ``python tools/playground.py`` writes docs/images/playground.png.
+
+It serves the pretrained model of text and needs Chromium, Pillow and the extra ``serve``.
+"""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from PIL import Image
+
+ROOT = Path(__file__).resolve().parents[1]
+PICTURE = ROOT / "docs" / "images" / "playground.png"
+sys.path.insert(0, str(ROOT / "tests"))
+
+from browser import Browser  # noqa: E402
+
+
+def main() -> None:
+    command = [sys.executable, "-m", "longspan", "serve", "text", "--port", "0", "--prefix-mb", "16"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        try:
+            found = re.search(r"http://\S+?(?=/v1)", server.stdout.readline())
+            assert found is not None
+            _draw(found.group())
+        finally:
+            server.terminate()
+    # A page has few colors.
+    Image.open(PICTURE).convert("RGB").quantize(128).save(PICTURE, optimize=True)
+    print(PICTURE)
+
+
+def _draw(url: str) -> None:
+    fields = {"prompt": "The old man looked at the sea and ", "seed": 3, "temperature": 0.7, "max_tokens": 300}
+    with Browser() as browser, browser.page(url, width=900, height=700) as page:
+        for name, value in fields.items():
+            page.write(f"#{name}", str(value))
+        page.click("#run")
+        page.until("items[0] && !items[0].control")
+        page.js("items[0].put(94); items[0].open()")
+        page.write(".panel input", "his daughter ")
+        page.click(".panel button")
+        page.until("items[1].text.length > 300")
+        page.js("items[0].put(94); items[0].open(false); scrollTo(0, 0)")
+        page.until("!items[0].panel.hidden && items[0].control === null")
+        page.picture(PICTURE)
+
+
+if __name__ == "__main__":
+    main()
