@@ -2,7 +2,6 @@
 
 import base64
 import contextlib
-import fcntl
 import json
 import os
 import select
@@ -41,6 +40,8 @@ class Browser:
     """A Chromium with an empty profile; a context manager."""
 
     def __enter__(self):
+        import fcntl  # POSIX only, like the pipe
+
         self.profile = tempfile.mkdtemp(prefix="chromium-")
         ours, theirs = zip(*(reversed(os.pipe()), os.pipe()), strict=True)
         self.out, self.input = ours

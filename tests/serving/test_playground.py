@@ -1,5 +1,6 @@
 """The playground in a browser: text that streams, stops and branches, digits that are completed, errors in words."""
 
+import asyncio
 import base64
 import contextlib
 import hashlib
@@ -7,9 +8,9 @@ import re
 import threading
 
 import pytest
-from browser import Browser, chromium
-from test_server import Running, decoder, text_of, until
+from test_server import Running, decoder, until
 
+from browser import Browser, chromium
 from longspan.cli import main
 
 httpx = pytest.importorskip("httpx")
@@ -172,8 +173,6 @@ def test_the_command_knows_the_images_of_a_model(monkeypatch, options, status):
             async with httpx.AsyncClient(transport=with_app, base_url="http://test") as client:
                 return await client.get("/"), await client.get("/v1/models")
 
-        import asyncio
-
         seen.extend(asyncio.run(ask()))
 
     monkeypatch.setattr(uvicorn.Server, "run", serve)
@@ -225,12 +224,15 @@ def test_a_text_is_branched_where_it_is_clicked(browser, running):
         page.click("article:nth-of-type(2) .panel button")
         page.until("items.length === 3 && !items[2].control")
         assert shown(page, 2) == branch[:30] + drawn(running, branch[:30], max_tokens=30, seed=9)
-        assert page.js("document.title") == "tiny – longspan playground"
+        assert page.js("document.title") == "tiny · longspan playground"
         boxes = page.js("[...document.querySelectorAll('article')].map(e => e.getBoundingClientRect().left)")
         assert boxes == sorted(set(boxes))
         page.click("[aria-label='Delete text 2']")
         assert page.js("items.map(item => item.id)") == [1, 3]
         assert page.js("document.querySelectorAll('article').length") == 2
+        run(page, "other", tokens=5)
+        page.until("items.length === 3 && !items[2].control")
+        assert marked(page, 2, "shared") == ""
 
 
 @pytest.mark.full
@@ -483,7 +485,7 @@ def test_words_stand_out_from_what_is_behind_them(browser, running, dark):
     """Contrast of at least 4.5 (WCAG 2.2, 1.4.3) for each pair of colors in use."""
     with opened(browser, running, dark=dark) as page:
         names = page.js(
-            "Object.fromEntries(['page', 'card', 'ink', 'faint', 'accent', 'on-accent', 'shared', 'wrong', 'wrong-card']"
+            "Object.fromEntries('page card ink faint accent on-accent shared wrong wrong-card'.split(' ')"
             ".map(name => [name, getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim()]))"
         )
         pairs = [("ink", "page"), ("ink", "card"), ("ink", "shared"), ("faint", "page"), ("faint", "card")]

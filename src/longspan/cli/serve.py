@@ -12,8 +12,9 @@ def parser() -> Parser:
     parser = make(
         "serve",
         "Serve a trained decoder over HTTP with the interface of OpenAI's completions: /v1/completions with streaming, "
-        "/v1/models, /healthz, /readyz and /metrics, and a page for trying the model at /. Each stream has its state in a slot of a pool, and one decode "
-        "step advances all streams. After SIGTERM, running streams finish; a second signal stops immediately.",
+        "/v1/models, /healthz, /readyz and /metrics, and a page for trying the model at /. Each stream has its state "
+        "in a slot of a pool, and one decode step advances all streams. After SIGTERM, running streams finish; a "
+        "second signal stops immediately.",
         "longspan serve text",
         "longspan serve runs/book --port 8080 --slots 256 --prefix-mb 512",
     )

@@ -55,7 +55,7 @@ async def playground(request: Request) -> Response:
 @cache
 def _page() -> tuple[str, str]:
     """The page, and the Content-Security-Policy with the hashes of its script and style."""
-    content = resources.files(__package__).joinpath("playground.html").read_text(encoding="utf-8")
+    content = resources.files("longspan.serving").joinpath("playground.html").read_text(encoding="utf-8")
     parts = {tag: re.findall(rf"<{tag}>(.*?)</{tag}>", content, re.DOTALL) for tag in ("script", "style")}
     rules = [f"{tag}-src {' '.join(map(_hash, found))}" for tag, found in parts.items()]
     policy = ["default-src 'none'", *rules, "connect-src 'self'", "img-src data:", "base-uri 'none'"]
