@@ -56,13 +56,17 @@ class Stream:
     cancelled: bool = False
 
 
+# A token, its log-probability, and the most likely tokens at its place.
+_Drawn = tuple[int, float, dict[int, float]]
+
+
 @dataclass(eq=False)
 class _Reading:
     """A prompt that is being read, for one or more streams."""
 
     streams: list[Stream]
     tokens: tuple[int, ...]  # the start token included, where the prompt begins a sequence
-    state: DecoderState
+    state: DecoderState | None  # None until it is read, since many prompts may wait
     read: int = 0
     cacheable: bool = True
     outputs: Tensor | None = None
@@ -127,7 +131,7 @@ class Pool:
         self._next: list[int] = []  # the token that each live row reads next
         self._waiting: deque[_Reading] = deque()
         self._reading: list[_Reading] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     @property
     def live(self) -> int:
@@ -137,7 +141,8 @@ class Pool:
     @property
     def waiting(self) -> int:
         """Streams whose prompt is not read yet."""
-        return sum(len(job.streams) for job in itertools.chain(self._waiting, self._reading))
+        with self._lock:
+            return sum(len(job.streams) for job in itertools.chain(self._waiting, self._reading))
 
     @property
     def idle(self) -> bool:
@@ -206,7 +211,7 @@ class Pool:
         ]
         tokens = given if state is not None else (self.model.start, *given)
         with torch.no_grad():
-            own = self.model.init_state(1, self.capacity) if state is None else states.clone(state)
+            own = None if state is None else states.clone(state)
         job = _Reading(streams, tokens, own, cacheable=state is None)
         with self._lock:
             if self.waiting + len(streams) > self.queue + max(0, self.slots - self.live):
@@ -246,7 +251,11 @@ class Pool:
             self.step()
 
     def stream(self, prompt: Sequence[int] | Tensor = (), **options: Any) -> Iterator[int]:
-        """Submit a prompt and yield its tokens; the other streams advance with it. Options as in ``submit``."""
+        """Submit a prompt and yield its tokens; the other streams advance with it. Options as in ``submit``.
+
+        Raises:
+            RuntimeError: If the stream ends with an error.
+        """
         (found,) = self.submit(prompt, **options)
         given = 0
         try:
@@ -259,6 +268,8 @@ class Pool:
         finally:
             if found.finished is None:
                 self.cancel(found)
+        if found.finished == "error":
+            raise RuntimeError(f"the stream ended after {given} tokens: {found.error}")
 
     def _positions(self) -> int:
         config = self.model.config
@@ -283,54 +294,75 @@ class Pool:
         taken = self.live + sum(len(job.streams) for job in self._reading)
         with self._lock:
             while self._waiting and taken + len(self._waiting[0].streams) <= self.slots:
-                job = self._waiting.popleft()
+                job = self._waiting[0]
                 taken += len(job.streams)
                 if job.cacheable and self.prefixes.limit and (known := self.prefixes.find(job.tokens)) is not None:
                     job.read, job.state, job.outputs = known
                     for stream in job.streams:
                         stream.cached = job.read
-                self._reading.append(job)
+                self._reading.append(self._waiting.popleft())
 
     def _read(self) -> None:
         """Read the next piece of each prompt, all of them in one call, and begin the streams of those that end."""
         jobs = [job for job in self._reading if job.read < len(job.tokens)]
-        if jobs:
-            pieces = [job.tokens[job.read : job.read + self.prefill] for job in jobs]
-            width = max(map(len, pieces))
-            tokens = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in pieces], device=self.model.device)
-            mask = None
-            if any(len(piece) < width for piece in pieces):
-                lengths = torch.tensor([[len(piece)] for piece in pieces], device=self.model.device)
-                mask = torch.arange(width, device=self.model.device) < lengths
-            joined = jobs[0].state if len(jobs) == 1 else states.join([job.state for job in jobs])
-            try:
-                outputs, after = self.model(tokens, joined, mask=mask, donate=True)
-            except Exception as error:
-                self._fail(jobs, error)
-                return
-            for i, (job, piece) in enumerate(zip(jobs, pieces, strict=True)):
-                job.read += len(piece)
-                job.state = after if len(jobs) == 1 else states.select(after, [i])
-                last = outputs[i : i + 1, len(piece) - 1].clone()
-                job.outputs = last
-                if job.cacheable and self.prefixes.limit:
-                    self.prefixes.keep(job.tokens[: job.read], job.state, last)
+        for job, error in self._read_pieces(jobs):
+            self._fail(job, error)
         for job in [job for job in self._reading if job.read == len(job.tokens)]:
-            self._reading.remove(job)
-            self._begin(job)
+            try:
+                self._begin(job)
+            except Exception as error:
+                self._fail(job, error)
+            else:
+                with self._lock:
+                    self._reading.remove(job)
+
+    def _read_pieces(self, jobs: list[_Reading]) -> list[tuple[_Reading, Exception]]:
+        """Read the next piece of each of these prompts in one call -> prompts that the model rejects."""
+        try:
+            if jobs:
+                self._read_together(jobs)
+            return []
+        except Exception as error:
+            if len(jobs) == 1:
+                return [(jobs[0], error)]
+            # The states of several prompts were joined in a copy, so each can be read again without the others.
+            unread = [job for job in jobs if job.read < len(job.tokens)]
+            return [failed for job in unread for failed in self._read_pieces([job])]
+
+    def _read_together(self, jobs: list[_Reading]) -> None:
+        for job in jobs:
+            if job.state is None:
+                job.state = self.model.init_state(1, self.capacity)
+        pieces = [job.tokens[job.read : job.read + self.prefill] for job in jobs]
+        width = max(map(len, pieces))
+        tokens = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in pieces], device=self.model.device)
+        mask = None
+        if any(len(piece) < width for piece in pieces):
+            lengths = torch.tensor([[len(piece)] for piece in pieces], device=self.model.device)
+            mask = torch.arange(width, device=self.model.device) < lengths
+        joined = jobs[0].state if len(jobs) == 1 else states.join([job.state for job in jobs])
+        outputs, after = self.model(tokens, joined, mask=mask, donate=True)
+        for i, (job, piece) in enumerate(zip(jobs, pieces, strict=True)):
+            job.state = after if len(jobs) == 1 else states.select(after, [i])
+            job.outputs = last = outputs[i : i + 1, len(piece) - 1].clone()
+            job.read += len(piece)
+            if job.cacheable and self.prefixes.limit:
+                self.prefixes.keep(job.tokens[: job.read], job.state, last)
 
     def _begin(self, job: _Reading) -> None:
         assert job.outputs is not None
         first = job.outputs.expand(len(job.streams), -1)
-        for stream, token, value in zip(job.streams, *self._draw(first, job.streams), strict=True):
-            self._emit(stream, token, value)
-            if stream.finished is None:
+        for stream, found in zip(job.streams, self._drawn(first, job.streams), strict=True):
+            token, reason, error = self._emit(stream, found)
+            if reason is None:
                 slot = len(self.rows)
                 states.put(self.state, [slot], self._slotted(job.state))
                 self.rows.append(stream)
                 self._next.append(token)
-            elif stream.keeps:
-                stream.state = states.clone(job.state)
+            else:
+                if stream.keeps and reason != "error":
+                    stream.state = states.clone(job.state)
+                self._end(stream, reason, error)
 
     def _slotted(self, state: DecoderState) -> DecoderState:
         return states.fix_capacity(state, self.capacity) if self._fixed else state
@@ -340,40 +372,60 @@ class Pool:
         n = len(self.rows)
         rows = pytree.tree_map(lambda t: t[:n], self.state)
         tokens = torch.tensor(self._next, device=self.model.device)[:, None]
-        outputs, after = self.model(tokens, rows, donate=True)
+        try:
+            outputs, after = self.model(tokens, rows, donate=True)
+        except Exception as error:
+            # Their states may be overwritten in part.
+            for i in reversed(range(n)):
+                self._leave(i, "error", _told(error))
+            return
         # A step may return new tensors instead of those that it was allowed to overwrite.
         for old, new in zip(pytree.tree_leaves(rows), pytree.tree_leaves(after), strict=True):
             if new.data_ptr() != old.data_ptr():
                 old.copy_(new)
-        drawn, values = self._draw(outputs[:, 0], self.rows)
+        drawn = self._drawn(outputs[:, 0], self.rows)
         for i in reversed(range(n)):
-            self._next[i] = drawn[i]
-            self._emit(self.rows[i], drawn[i], values[i])
-            if (reason := self.rows[i].finished) is not None:
-                self._leave(i, reason)
+            self._next[i], reason, error = self._emit(self.rows[i], drawn[i])
+            if reason is not None:
+                self._leave(i, reason, error)
 
-    def _draw(self, outputs: Tensor, streams: list[Stream]) -> tuple[list[int], list[float]]:
-        """Draw the next token of each stream -> tokens, log-probabilities."""
+    def _drawn(self, outputs: Tensor, streams: list[Stream]) -> list[_Drawn | Exception]:
+        """Draw the next token of each stream; an error is that of the rows that have it."""
+        try:
+            return list(self._draw(outputs, streams))
+        except Exception as error:
+            if len(streams) == 1:
+                return [error]
+            return [found for i, stream in enumerate(streams) for found in self._drawn(outputs[i : i + 1], [stream])]
+
+    def _draw(self, outputs: Tensor, streams: list[Stream]) -> list[_Drawn]:
         scores = self.model.likelihood.log_probs(outputs)
         positions = torch.tensor([len(stream.tokens) for stream in streams], device=outputs.device)
         tokens = sample(scores, [stream.sampling for stream in streams], positions)
+        values = scores.gather(-1, tokens[:, None])[:, 0].tolist()
+        tops: list[dict[int, float]] = [{} for _ in streams]
         for row, stream in enumerate(streams):
             if stream.top:
                 best = scores[row].topk(stream.top)
-                stream.top_log_probs.append(dict(zip(best.indices.tolist(), best.values.tolist(), strict=True)))
-        return tokens.tolist(), scores.gather(-1, tokens[:, None])[:, 0].tolist()
+                tops[row] = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        return list(zip(tokens.tolist(), values, tops, strict=True))
 
-    def _emit(self, stream: Stream, token: int, value: float) -> None:
+    def _emit(self, stream: Stream, found: _Drawn | Exception) -> tuple[int, Reason | None, str]:
+        """Give a stream its next token -> the token, and why the stream ends with it, if it does."""
+        if isinstance(found, Exception):
+            return 0, "error", _told(found)
+        token, value, top = found
+        if value != value:
+            return 0, "error", "the model's outputs are not numbers"
         stream.tokens.append(token)
         stream.log_probs.append(value)
+        if stream.top:
+            stream.top_log_probs.append(top)
         if stream.listener is not None:
             stream.listener(stream, token)
-        if value != value:
-            self._end(stream, "error", "the model's outputs are not numbers")
-        elif token in stream.stop:
-            self._end(stream, "stop")
-        elif len(stream.tokens) == stream.max_new_tokens:
-            self._end(stream, "length")
+        if token in stream.stop:
+            return token, "stop", ""
+        return token, "length" if len(stream.tokens) == stream.max_new_tokens else None, ""
 
     def _end(self, stream: Stream, reason: Reason, error: str = "") -> None:
         if stream.finished is None:
@@ -381,7 +433,7 @@ class Pool:
             if stream.listener is not None:
                 stream.listener(stream, None)
 
-    def _leave(self, row: int, reason: Reason) -> None:
+    def _leave(self, row: int, reason: Reason, error: str = "") -> None:
         """Free a row: the last one takes its place."""
         stream = self.rows[row]
         if stream.keeps and reason in ("stop", "length"):
@@ -393,11 +445,16 @@ class Pool:
             self.rows[row], self._next[row] = self.rows[last], self._next[last]
         self.rows.pop()
         self._next.pop()
-        self._end(stream, reason)
+        self._end(stream, reason, error)
 
-    def _fail(self, jobs: list[_Reading], error: Exception) -> None:
-        """End the streams of prompts that the model rejects."""
-        for job in jobs:
+    def _fail(self, job: _Reading, error: Exception) -> None:
+        """End the streams of a prompt that the model rejects."""
+        with self._lock:
             self._reading.remove(job)
-            for stream in job.streams:
-                self._end(stream, "error", str(error))
+        for stream in job.streams:
+            if stream not in self.rows:
+                self._end(stream, "error", _told(error))
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

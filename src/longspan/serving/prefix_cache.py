@@ -1,5 +1,7 @@
 """States of prompts that were read before, so that a prompt with the same beginning starts there."""
 
+import hashlib
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +26,7 @@ class PrefixCache:
     """Keeps states by the exact tokens that led to them, and forgets the least recently used.
 
     A recurrent state cannot be cut back to fewer tokens, so it serves only prompts that begin with all of its tokens.
+    Tokens are compared by their digest, since a long prompt has more memory than its state.
 
     Args:
         limit: Bytes of all states together; 0 keeps none.
@@ -36,7 +39,7 @@ class PrefixCache:
         self.nbytes = 0
         self.hits = 0
         self.misses = 0
-        self._kept: OrderedDict[tuple[int, ...], Snapshot] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, bytes], Snapshot] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -51,22 +54,27 @@ class PrefixCache:
             The number of tokens read, a copy of the state (one row) and of the outputs (1,size) after them; None if no
             beginning is known.
         """
-        given = tuple(tokens)
-        lengths = sorted({len(key) for key in self._kept if len(key) <= len(given)}, reverse=True)
-        for length in lengths:
-            if (found := self._kept.get(given[:length])) is not None:
-                self._kept.move_to_end(given[:length])
-                self.hits += 1
-                return length, states.clone(found.state), found.outputs.clone()
-        self.misses += 1
-        return None
+        given, digest, read = array("q", tokens), hashlib.sha256(), 0
+        best = None
+        for length in sorted({length for length, _ in self._kept if length <= len(given)}):
+            digest.update(given[read:length].tobytes())
+            read = length
+            if (key := (length, digest.digest())) in self._kept:
+                best = key
+        if best is None:
+            self.misses += 1
+            return None
+        self._kept.move_to_end(best)
+        self.hits += 1
+        found = self._kept[best]
+        return best[0], states.clone(found.state), found.outputs.clone()
 
     def keep(self, tokens: Sequence[int], state: Any, outputs: Tensor) -> None:
         """Keep a copy of the state (one row) and the outputs (1,size) after ``tokens``."""
         size = states.nbytes(state) + outputs.nbytes
         if size > self.limit:
             return
-        key = tuple(tokens)
+        key = len(tokens), hashlib.sha256(array("q", tokens).tobytes()).digest()
         if key in self._kept:
             self._kept.move_to_end(key)
             return
