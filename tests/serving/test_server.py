@@ -24,6 +24,7 @@ uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
 pytest.importorskip("prometheus_client")
 
+from longspan.serving.connection import protocol  # noqa: E402
 from longspan.serving.server import Limits, Server  # noqa: E402
 from longspan.serving.text import Bytes, Stops  # noqa: E402
 
@@ -44,7 +45,8 @@ class Running:
             if t.is_floating_point():
                 t.fill_(float("nan"))
         self.server = Server(self.pool, name="tiny", codec=Bytes() if codec else None, **options)
-        config = uvicorn.Config(self.server.app, port=0, log_level="error", lifespan="off")
+        http = protocol(self.server.limits)
+        config = uvicorn.Config(self.server.app, port=0, http=http, ws="none", log_level="error", lifespan="off")
         self.http = uvicorn.Server(config)
         self.http.install_signal_handlers = lambda: None
         self.thread = threading.Thread(target=self.http.run, daemon=True)

@@ -40,6 +40,7 @@ def run(args: Any) -> int:
     import uvicorn
 
     from ..serving import Pool
+    from ..serving.connection import protocol
     from ..serving.server import Limits, Server
     from ..serving.text import Bytes
     from . import trained
@@ -47,7 +48,7 @@ def run(args: Any) -> int:
     model, name, _ = trained.model(args.model, "", "decoder")
     codec = Bytes() if trained.kind(name) == "text" else None
     pool = Pool(model, slots=args.slots, queue=args.queue, capacity=args.capacity, prefix_bytes=args.prefix_mb << 20)
-    limits = Limits(tokens=args.max_tokens)
+    limits = Limits(tokens=args.max_tokens, connections=args.slots + args.queue + 1024)
     server = Server(
         pool,
         name=args.name or args.model,
@@ -59,6 +60,8 @@ def run(args: Any) -> int:
     )
     config = uvicorn.Config(
         server.app,
+        http=protocol(limits),
+        ws="none",
         host=args.host,
         port=args.port,
         log_level="warning",

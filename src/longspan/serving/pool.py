@@ -306,15 +306,18 @@ class Pool:
         """Read the next piece of each prompt, all of them in one call, and begin the streams of those that end."""
         jobs = [job for job in self._reading if job.read < len(job.tokens)]
         for job, error in self._read_pieces(jobs):
+            self._finish_reading(job)
             self._fail(job, error)
         for job in [job for job in self._reading if job.read == len(job.tokens)]:
+            self._finish_reading(job)
             try:
                 self._begin(job)
             except Exception as error:
                 self._fail(job, error)
-            else:
-                with self._lock:
-                    self._reading.remove(job)
+
+    def _finish_reading(self, job: _Reading) -> None:
+        with self._lock:
+            self._reading.remove(job)
 
     def _read_pieces(self, jobs: list[_Reading]) -> list[tuple[_Reading, Exception]]:
         """Read the next piece of each of these prompts in one call -> prompts that the model rejects."""
@@ -449,8 +452,6 @@ class Pool:
 
     def _fail(self, job: _Reading, error: Exception) -> None:
         """End the streams of a prompt that the model rejects."""
-        with self._lock:
-            self._reading.remove(job)
         for stream in job.streams:
             if stream not in self.rows:
                 self._end(stream, "error", _told(error))

@@ -1,39 +1,104 @@
 """Bodies of ``/v1/completions``: what is accepted, and one clear error for what is not."""
 
+import json
 import random
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
 from .sampler import Sampling
 
 MOST_STOPS = 4
+MOST_STOP_CHARACTERS = 1024
 MOST_TOP = 20
 MOST_CHOICES = 64
-# Fields of OpenAI's interface that are accepted with the value that has no effect.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "best_of": (None,),
-    "echo": (False, None, True),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "suffix": (None, ""),
+MOST_PROMPTS = 128
+
+# Each field of a body as JSON Schema. ``completion`` checks these bounds, and ``openapi`` describes them.
+FIELDS: dict[str, dict[str, Any]] = {
+    "model": {"type": "string", "description": "The served model's name."},
+    "prompt": {"description": "A text, a list of tokens, or a list of either."},
+    "max_tokens": {"type": ["integer", "null"], "default": 16, "minimum": 1, "description": "The most tokens to draw."},
+    "temperature": {"type": ["number", "null"], "default": 1.0, "minimum": 0.0, "maximum": 100.0},
+    "top_p": {"type": ["number", "null"], "default": 1.0, "minimum": 1e-9, "maximum": 1.0},
+    "top_k": {
+        "type": ["integer", "null"],
+        "default": 0,
+        "minimum": 0,
+        "maximum": 2**31,
+        "description": "Sample from the k most likely tokens; 0 samples from all.",
+    },
+    "n": {
+        "type": ["integer", "null"],
+        "default": 1,
+        "minimum": 1,
+        "maximum": MOST_CHOICES,
+        "description": "Completions of each prompt.",
+    },
+    "seed": {
+        "type": ["integer", "null"],
+        "default": None,
+        "minimum": -(2**63),
+        "maximum": 2**63 - 1,
+        "description": "The same seed draws the same tokens. By default it is random.",
+    },
+    "stop": {
+        "oneOf": [
+            {"type": "null"},
+            {"type": "string", "minLength": 1, "maxLength": MOST_STOP_CHARACTERS},
+            {
+                "type": "array",
+                "maxItems": MOST_STOPS,
+                "items": {"type": "string", "minLength": 1, "maxLength": MOST_STOP_CHARACTERS},
+            },
+        ],
+        "description": "Strings that end a completion, which is cut before them.",
+    },
+    "logprobs": {
+        "type": ["integer", "null"],
+        "default": None,
+        "minimum": 0,
+        "maximum": MOST_TOP,
+        "description": "Return the log-probability of each token and of this many of the most likely ones.",
+    },
+    "echo": {"type": ["boolean", "null"], "default": False, "description": "Return the prompt before the completion."},
+    "stream": {"type": ["boolean", "null"], "default": False, "description": "Return server-sent events."},
+    "stream_options": {
+        "type": ["object", "null"],
+        "properties": {"include_usage": {"type": ["boolean", "null"], "default": False}},
+        "additionalProperties": False,
+    },
+    "user": {"type": ["string", "null"], "description": "The client's name for its user, which changes nothing."},
+    # Fields of OpenAI's interface that are accepted with the value that has no effect.
+    "best_of": {"enum": [None]},
+    "frequency_penalty": {"enum": [None, 0]},
+    "logit_bias": {"enum": [None, {}]},
+    "presence_penalty": {"enum": [None, 0]},
+    "suffix": {"enum": [None, ""]},
 }
-FIELDS = (
-    "model",
-    "prompt",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "n",
-    "seed",
-    "stop",
-    "logprobs",
-    "stream",
-    "stream_options",
-    "user",
-    *NEUTRAL,
-)
+
+
+def fields(*, model: str, text: bool, vocab: int, most: int) -> dict[str, dict[str, Any]]:
+    """Return each field of a body as JSON Schema, with the bounds of one server.
+
+    Args:
+        model: The name of the served model.
+        text: Whether the model has text.
+        vocab: Number of tokens.
+        most: The largest ``max_tokens``.
+    """
+    tokens = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": vocab - 1}}
+    one = {"type": "string"} if text else {"const": ""}
+    many = {"type": "array", "minItems": 1, "maxItems": MOST_PROMPTS, "items": {"anyOf": [one, tokens]}}
+    own: dict[str, dict[str, Any]] = {
+        "model": {"const": model},
+        "prompt": {"anyOf": [one, tokens, many], "default": ""},
+        "max_tokens": {"maximum": most},
+        "logprobs": {"maximum": min(MOST_TOP, vocab)},
+    }
+    if not text:
+        own["stop"] = {"oneOf": [{"type": "null"}, {"type": "array", "maxItems": 0}]}
+    return {name: {**schema, **own.get(name, {})} for name, schema in FIELDS.items()}
 
 
 class Wrong(Exception):
@@ -85,49 +150,99 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, most: int) -> C
     """
     if not isinstance(body, dict):
         raise Wrong(f"the body must be a JSON object, not {type(body).__name__}")
-    if unknown := sorted(body.keys() - set(FIELDS)):
-        raise Wrong(f"unknown field {unknown[0]!r}; known are {', '.join(FIELDS)}", unknown[0])
-    for name, allowed in NEUTRAL.items():
-        if name != "echo" and body.get(name) not in allowed:
-            raise Wrong(f"{name}={body[name]!r} is not supported; leave it out", name)
+    known = fields(model=model, text=codec is not None, vocab=vocab, most=most)
+    if unknown := sorted(body.keys() - known.keys()):
+        raise Wrong(f"unknown field {_shown(unknown[0])}; known are {', '.join(known)}", unknown[0])
+    for name, schema in known.items():
+        value = body.get(name)
+        if "enum" in schema and (isinstance(value, bool) or value not in schema["enum"]):
+            raise Wrong(f"{name}={_shown(value)} is not supported; leave it out", name)
     if body.get("model", model) != model:
         raise Wrong(
-            f"model {body['model']!r} is not served here; this server has {model!r}", "model", 404, "model_not_found"
+            f"model {_shown(body['model'])} is not served here; this server has {model!r}",
+            "model",
+            404,
+            "model_not_found",
         )
-    n = _integer(body, "n", 1, 1, MOST_CHOICES)
-    options = body.get("stream_options") or {}
-    if not isinstance(options, dict) or options.keys() - {"include_usage"}:
-        raise Wrong("stream_options may have include_usage only", "stream_options")
-    seed = body.get("seed")
-    if seed is None:
-        seed = random.SystemRandom().randrange(2**62)
-    elif not _is_integer(seed) or not -(2**63) <= seed < 2**63:
-        raise Wrong(f"seed={seed!r} must be a 64-bit integer", "seed")
-    logprobs = body.get("logprobs")
-    if logprobs is not None:
-        logprobs = _integer(body, "logprobs", 0, 0, min(MOST_TOP, vocab))
-    stop = body.get("stop")
-    stop = [stop] if isinstance(stop, str) else stop or []
-    if not isinstance(stop, list) or len(stop) > MOST_STOPS or not all(isinstance(s, str) and s for s in stop):
-        raise Wrong(f"stop must be a string or up to {MOST_STOPS} of them, none empty", "stop")
-    if stop and codec is None:
-        raise Wrong("stop needs a model of text", "stop")
+    if not isinstance(body.get("user"), str | None):
+        raise Wrong(f"user={_shown(body['user'])} must be a string", "user")
+    numbers = {name: _number(body, name, known[name]) for name in known if "minimum" in known[name]}
+    options = {} if body.get("stream_options") is None else body["stream_options"]
+    allowed = known["stream_options"]["properties"]
+    if not isinstance(options, dict) or options.keys() - allowed.keys():
+        raise Wrong(
+            f"stream_options={_shown(options)} must be an object with {', '.join(allowed)} only", "stream_options"
+        )
+    seed = numbers["seed"]
     return Completion(
-        _prompts(body.get("prompt", ""), codec, vocab),
-        _integer(body, "max_tokens", 16, 1, most),
+        _prompts(body.get("prompt", known["prompt"]["default"]), codec, vocab),
+        numbers["max_tokens"],
         Sampling(
-            _number(body, "temperature", 1.0, 0.0, 100.0),
-            _integer(body, "top_k", 0, 0, 2**31),
-            _number(body, "top_p", 1.0, 1e-9, 1.0),
-            seed,
+            numbers["temperature"],
+            numbers["top_k"],
+            numbers["top_p"],
+            random.SystemRandom().randrange(2**62) if seed is None else seed,
         ),
-        n,
-        stop,
-        logprobs,
+        numbers["n"],
+        _stops(body.get("stop"), codec),
+        numbers["logprobs"],
         _flag(body, "echo"),
         _flag(body, "stream"),
-        bool(options.get("include_usage")),
+        _flag(options, "include_usage"),
     )
+
+
+def parsed(data: bytes | bytearray) -> Any:
+    """Return the JSON of a body.
+
+    Raises:
+        Wrong: For text that is not UTF-8, not JSON (NaN and Infinity are not), and objects that have a key twice.
+    """
+    try:
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_number)
+    except UnicodeDecodeError as error:
+        raise Wrong(f"the body is not valid UTF-8: {error.reason} at byte {error.start}") from error
+    except (ValueError, RecursionError) as error:
+        raise Wrong(f"the body is not valid JSON: {error}") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in found if names.count(name) > 1)
+        raise Wrong(f"the body has {_shown(twice)} more than once", twice)
+    return found
+
+
+def _no_number(name: str) -> Any:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _shown(value: Any) -> str:
+    """A value in an error message, cut to a bounded length and depth."""
+    return _SHORT.repr(value)
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
+_SHORT.maxlevel = 3
+
+
+def _stops(given: Any, codec: Any) -> list[str]:
+    stop = [given] if isinstance(given, str) else [] if given is None else given
+    if not isinstance(stop, list) or len(stop) > MOST_STOPS or not all(isinstance(one, str) and one for one in stop):
+        raise Wrong(f"stop must be a string or up to {MOST_STOPS} of them, none empty", "stop")
+    if longest := max((len(one) for one in stop if len(one) > MOST_STOP_CHARACTERS), default=0):
+        raise Wrong(f"stop has a string of {longest} characters; the most are {MOST_STOP_CHARACTERS}", "stop")
+    if stop and codec is None:
+        raise Wrong("stop needs a model of text", "stop")
+    for one in stop:
+        try:
+            one.encode()
+        except UnicodeEncodeError as error:
+            raise Wrong(f"stop is not valid Unicode: {error.reason}", "stop") from error
+    return stop
 
 
 def _prompts(given: Any, codec: Any, vocab: int) -> list[list[int]]:
@@ -136,6 +251,8 @@ def _prompts(given: Any, codec: Any, vocab: int) -> list[list[int]]:
         given = [given]
     if not isinstance(given, list) or not given:
         raise Wrong("prompt must be a text, a list of tokens, or a list of either", "prompt")
+    if len(given) > MOST_PROMPTS:
+        raise Wrong(f"prompt has {len(given)} prompts; the most are {MOST_PROMPTS}", "prompt")
     found = []
     for one in given:
         if isinstance(one, str):
@@ -150,7 +267,7 @@ def _prompts(given: Any, codec: Any, vocab: int) -> list[list[int]]:
                 raise Wrong(f"prompt is not valid Unicode: {error.reason}", "prompt") from error
         elif isinstance(one, list) and all(map(_is_integer, one)):
             if odd := [token for token in one if not 0 <= token < vocab]:
-                raise Wrong(f"token {odd[0]} is not among 0 to {vocab - 1}", "prompt")
+                raise Wrong(f"token {_shown(odd[0])} is not among 0 to {vocab - 1}", "prompt")
             found.append(list(one))
         else:
             raise Wrong("prompt must be a text, a list of tokens, or a list of either", "prompt")
@@ -161,24 +278,21 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _integer(body: dict[str, Any], name: str, default: int, least: int, most: int) -> int:
+def _number(body: dict[str, Any], name: str, schema: dict[str, Any]) -> Any:
+    """A number of a body within the bounds of its schema, or its default."""
     value = body.get(name)
-    value = default if value is None else value
-    if not _is_integer(value) or not least <= value <= most:
-        raise Wrong(f"{name}={value!r} must be an integer from {least} to {most}", name)
-    return value
-
-
-def _number(body: dict[str, Any], name: str, default: float, least: float, most: float) -> float:
-    value = body.get(name)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise Wrong(f"{name}={value!r} must be a number from {least:g} to {most:g}", name)
-    return float(value)
+    if value is None:
+        return schema["default"]
+    least, most, whole = schema["minimum"], schema["maximum"], "integer" in schema["type"]
+    good = _is_integer(value) or (isinstance(value, float) and not whole)
+    if not good or not least <= value <= most:
+        kind = "an integer" if whole else "a number"
+        raise Wrong(f"{name}={_shown(value)} must be {kind} from {least} to {most}", name)
+    return value if whole else float(value)
 
 
 def _flag(body: dict[str, Any], name: str) -> bool:
     value = body.get(name)
-    if value not in (None, False, True) or (isinstance(value, int) and not isinstance(value, bool)):
-        raise Wrong(f"{name}={value!r} must be true or false", name)
+    if not isinstance(value, bool | None):
+        raise Wrong(f"{name}={_shown(value)} must be true or false", name)
     return bool(value)

@@ -18,14 +18,15 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .. import states
-from . import page
+from . import openapi, page
 from .pool import Full, Pool, Stream
-from .requests import Completion, Wrong, completion
+from .requests import Completion, Wrong, completion, parsed
 from .text import Stops
 from .worker import Worker
 
 PING = 15.0  # seconds without a token after which a comment keeps the connection open
 RETRY = 1  # seconds that a refused client is asked to wait
+LEAST = -9999.0  # the log-probability of impossible tokens, since JSON has no infinity
 
 
 @dataclass(frozen=True)
@@ -37,9 +38,11 @@ class Limits:
     tokens: int = 4096
     """the largest max_tokens"""
     slow: float = 30.0
-    """seconds after which a client that reads nothing is dropped"""
+    """seconds within which a client must send the head of a request, then its body, and read what it is sent"""
     backlog: int = 4096
-    """events of a stream that its client has not read yet"""
+    """tokens of a stream that its client has not read yet, after which it is cancelled"""
+    connections: int = 1024
+    """open connections"""
 
 
 class Metrics:
@@ -116,9 +119,18 @@ class Server:
             Route("/readyz", self.ready),
             Route("/metrics", self.prometheus),
             *([Route("/", page.playground)] if playground else []),
+            Route("/openapi.json", self.description),
         ]
-        handlers = {Wrong: self.wrong, 404: self.not_found, 405: self.not_found}
+        handlers = {
+            Wrong: self.wrong,
+            404: self.not_found,
+            405: self.not_found,
+            ClientDisconnect: self.gone,
+            Exception: self.broken,
+        }
+        self.routes = routes
         application = Starlette(routes=routes, exception_handlers=handlers)  # pyright: ignore[reportArgumentType] (handlers of a subclass)
+        application.router.redirect_slashes = False  # a redirect would name the host that the client claims
         self.app: ASGIApp = Guard(application, self)
 
     def close(self) -> None:
@@ -140,6 +152,8 @@ class Server:
         )
         if self.closing:
             raise Wrong("the server is shutting down", status=503, code="shutting_down")
+        if not self.worker.running:
+            raise Wrong("the model's thread has ended; restart the server", status=503, code="model_error")
         choices = self._submit(asked)
         about = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -191,6 +205,10 @@ class Server:
         """GET /metrics."""
         return Response(generate_latest(self.metrics.registry), media_type="text/plain; version=0.0.4")
 
+    async def description(self, request: Request) -> Response:
+        """GET /openapi.json."""
+        return JSONResponse(openapi.document(self, Guard.OPEN))
+
     async def wrong(self, request: Request, error: Wrong) -> Response:
         """Return an error in OpenAI's form."""
         self.metrics.requests.labels(str(error.status)).inc()
@@ -198,31 +216,56 @@ class Server:
 
     async def not_found(self, request: Request, error: Any) -> Response:
         """Return 404 and 405 in OpenAI's form."""
-        text = f"{request.method} {request.url.path} is not served here"
-        return await self.wrong(request, Wrong(text, status=error.status_code, code="not_found"))
+        text = f"{request.method} {request.scope['path']} is not served here"
+        answer = await self.wrong(request, Wrong(text, status=error.status_code, code="not_found"))
+        answer.headers.update(error.headers or {})  # the methods that are allowed
+        return answer
+
+    async def gone(self, request: Request, error: ClientDisconnect) -> Response:
+        """Count a client that hung up before its answer, as status 499."""
+        self.metrics.requests.labels("499").inc()
+        return Response(status_code=499)
+
+    async def broken(self, request: Request, error: Exception) -> Response:
+        """Return 500 in OpenAI's form; the error itself is in the log."""
+        return await self.wrong(request, Wrong("the server failed", status=500, code="internal_error"))
 
     async def _body(self, request: Request) -> Any:
         """Return the parsed body, read up to the limit."""
+        kind = request.headers.get("content-type", "application/json")
+        if kind.partition(";")[0].strip().lower() != "application/json":
+            raise Wrong(
+                f"content-type {kind!r} is not read; send application/json", status=415, code="unsupported_media_type"
+            )
         data = bytearray()
-        async for chunk in request.stream():
-            data += chunk
-            if len(data) > self.limits.body:
-                raise Wrong(f"the body has more than {self.limits.body} bytes", status=413, code="too_large")
         try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise Wrong(f"the body is not valid JSON: {error}") from error
+            async with asyncio.timeout(self.limits.slow):
+                async for chunk in request.stream():
+                    data += chunk
+                    if len(data) > self.limits.body:
+                        raise Wrong(f"the body has more than {self.limits.body} bytes", status=413, code="too_large")
+        except TimeoutError:
+            text = f"the body did not arrive within {self.limits.slow:g} seconds"
+            raise Wrong(text, status=408, code="timeout") from None
+        return parsed(data)
 
     def _submit(self, asked: Completion) -> list[_Choice]:
         loop = asyncio.get_running_loop()
         choices: list[_Choice] = []
+        if (total := len(asked.prompts) * asked.n) > self.pool.slots + self.pool.queue:
+            raise Wrong(
+                f"{total} streams do not fit into {self.pool.slots} slots and a queue of {self.pool.queue}",
+                "prompt" if len(asked.prompts) > 1 else "n",
+            )
+        # A response in one piece is read at its end, so its queue may hold all tokens.
+        most = self.limits.backlog if asked.stream else self.limits.tokens
         try:
             for i, prompt in enumerate(asked.prompts):
                 queues: dict[int, asyncio.Queue] = {}
 
                 def listener(stream: Stream, token: int | None, queues: dict[int, asyncio.Queue] = queues) -> None:
                     with contextlib.suppress(RuntimeError):  # the loop has ended
-                        loop.call_soon_threadsafe(_put, queues, stream, token)
+                        loop.call_soon_threadsafe(self._put, queues, stream, token, most)
 
                 streams = self.pool.submit(
                     prompt,
@@ -237,10 +280,10 @@ class Server:
                     decoding = self.codec.decoder() if self.codec else None
                     choices.append(_Choice(len(choices), stream, queue, decoding, Stops(asked.stop)))
         except Full as error:
-            self._drop(choices)
+            self._drop(choices, count=False)
             raise Wrong(str(error), status=429, code="overloaded") from error
         except ValueError as error:
-            self._drop(choices)
+            self._drop(choices, count=False)
             raise Wrong(str(error), "prompt") from error
         self.worker.wake()
         return choices
@@ -254,13 +297,13 @@ class Server:
         if token is None:
             reason = choice.stream.finished
             text = "" if choice.decoding is None else choice.stops.add(choice.decoding.end()) + choice.stops.end()
-            choice.finish = {"stop": "stop", "length": "length"}.get(reason or "", reason or "error")
+            choice.finish = reason or "error"
             return self._piece(asked, choice, text, [], place)
         choice.seen += 1
         text = "" if choice.decoding is None else choice.stops.add(choice.decoding.add(token))
         if choice.stops.stopped:
             choice.finish = "stop"
-            self.worker.cancel(choice.stream)
+            self.worker.cancel(choice.stream, count=False)
         return self._piece(asked, choice, text, [token], place)
 
     def _piece(self, asked: Completion, choice: _Choice, text: str, tokens: list[int], place: int) -> dict[str, Any]:
@@ -272,27 +315,31 @@ class Server:
             tops = [stream.top_log_probs[place + i] for i in range(len(tokens))] if asked.logprobs else []
             found["logprobs"] = {
                 "tokens": [name(token) for token in tokens],
-                "token_logprobs": [stream.log_probs[place + i] for i in range(len(tokens))],
-                "top_logprobs": [{name(t): value for t, value in top.items()} for top in tops] or None,
+                "token_logprobs": [max(stream.log_probs[place + i], LEAST) for i in range(len(tokens))],
+                "top_logprobs": [{name(t): max(value, LEAST) for t, value in top.items()} for top in tops] or None,
                 "text_offset": [choice.offset] * len(tokens),
             }
         choice.offset += len(text)
         return found
 
     async def _all(self, asked: Completion, choices: list[_Choice], began: float) -> list[dict[str, Any]]:
-        """Wait for all choices."""
-        found = []
-        for choice in choices:
+        """Wait for all choices, side by side: a stop string ends its choice while others go on."""
+        first = True
+
+        async def one(choice: _Choice) -> dict[str, Any]:
+            nonlocal first
             whole: dict[str, Any] | None = None
             while (piece := await self._next(asked, choice)) is not None:
-                if choice.seen == 1 and whole is None:
+                if first and choice.seen:
                     self.metrics.first.observe(time.monotonic() - began)
+                    first = False
                 whole = piece if whole is None else _joined(whole, piece)
             assert whole is not None
             if asked.echo:
                 whole["text"] = self._text(choice.stream.prompt) + whole["text"]
-            found.append(whole)
-        return found
+            return whole
+
+        return list(await asyncio.gather(*map(one, choices)))
 
     async def _events(
         self, asked: Completion, choices: list[_Choice], about: dict[str, Any], began: float
@@ -316,8 +363,6 @@ class Server:
                     if first:
                         self.metrics.first.observe(time.monotonic() - began)
                         first = False
-                    if choice.queue.qsize() > self.limits.backlog:
-                        return
                     if choice.stream.finished == "error" and choice.finish == "error":
                         yield _event({"error": _error(Wrong(f"the model failed: {choice.stream.error}", status=500))})
                     elif piece["text"] or piece.get("tokens") or piece["finish_reason"] or asked.logprobs is not None:
@@ -348,10 +393,18 @@ class Server:
         decoding = self.codec.decoder()
         return "".join(map(decoding.add, tokens)) + decoding.end()
 
-    def _drop(self, choices: list[_Choice]) -> None:
+    def _put(self, queues: dict[int, asyncio.Queue], stream: Stream, token: int | None, most: int) -> None:
+        """Pass a token on. A stream whose client does not keep up is cancelled; it ends after what is queued."""
+        queue = queues[id(stream)]
+        if token is not None and queue.qsize() >= most:
+            self.worker.cancel(stream)
+        if token is None or not stream.cancelled:
+            queue.put_nowait(token)
+
+    def _drop(self, choices: list[_Choice], *, count: bool = True) -> None:
         """Cancel the streams of a request that has ended."""
         for choice in choices:
-            self.worker.cancel(choice.stream)
+            self.worker.cancel(choice.stream, count=count)
 
 
 class Events(StreamingResponse):
@@ -372,7 +425,10 @@ class Events(StreamingResponse):
 
 
 class Guard:
-    """Checks the key of each request, and drops clients that read nothing. A plain ASGI application."""
+    """Checks the key of each request, and drops clients that read nothing. A plain ASGI application.
+
+    ``connection.protocol`` bounds what an application does not see.
+    """
 
     OPEN = ("/", "/healthz", "/readyz")
 
@@ -405,11 +461,8 @@ def refused(error: Wrong) -> Response:
 
 def _error(error: Wrong) -> dict[str, Any]:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"message": error.message, "type": kind, "param": error.param, "code": error.code}
-
-
-def _put(queues: dict[int, asyncio.Queue], stream: Stream, token: int | None) -> None:
-    queues[id(stream)].put_nowait(token)
+    param = error.param and error.param[:100].encode("utf-8", "replace").decode()
+    return {"message": error.message, "type": kind, "param": param, "code": error.code}
 
 
 def _event(content: dict[str, Any]) -> bytes:

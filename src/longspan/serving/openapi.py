@@ -1,0 +1,184 @@
+"""The description of the HTTP interface as OpenAPI 3.1, from the tables that requests are checked with."""
+
+from importlib.metadata import version
+from typing import Any
+
+from .requests import fields
+
+JSON = dict[str, Any]
+
+STATUSES = {
+    "400": "The request is wrong; the message names the field.",
+    "401": "The key is missing or wrong.",
+    "404": "Not served here.",
+    "405": "The path has other methods.",
+    "408": "The body did not arrive in time.",
+    "413": "The body is too large.",
+    "415": "The body is not application/json.",
+    "429": "All slots and places in the queue are taken; try again later.",
+    "500": "The model failed.",
+    "503": "The server is shutting down, or the model's thread has ended.",
+}
+
+
+def document(server: Any, free: tuple[str, ...]) -> JSON:
+    """Return the OpenAPI document of a server.
+
+    Args:
+        server: A ``server.Server``. Other routes add their part by an attribute ``openapi`` of their endpoint: the
+            operations of their path, such as ``{"get": operation("The sessions", {"200": ...})}``.
+        free: Paths that need no key.
+    """
+    about = fields(
+        model=server.name, text=server.codec is not None, vocab=server.pool.model.start, most=server.limits.tokens
+    )
+    paths: dict[str, JSON] = {
+        "/v1/completions": {"post": _completions(server.codec is not None)},
+        "/v1/models": {"get": operation("List the model.", {"200": content(ref("Models"))}, "401")},
+        "/healthz": {"get": operation("Whether the process answers.", {"200": content(ref("Status"))})},
+        "/readyz": {
+            "get": operation(
+                "Whether new requests are accepted.",
+                {"200": content(ref("Status")), "503": content(ref("Status"), "not ready")},
+            )
+        },
+        "/metrics": {
+            "get": operation(
+                "Metrics for Prometheus.",
+                {"200": {"description": "metrics", "content": {"text/plain": {"schema": {"type": "string"}}}}},
+                "401",
+            )
+        },
+        "/openapi.json": {
+            "get": operation("This description.", {"200": content({"type": "object"})}, "401"),
+        },
+    }
+    for route in server.routes:
+        if added := getattr(route.endpoint, "openapi", None):
+            paths.setdefault(route.path, {}).update(added)
+    found: JSON = {
+        "openapi": "3.1.0",
+        "info": {"title": "longspan serve", "version": version("longspan")},
+        "paths": paths,
+        "components": {"schemas": {**_SCHEMAS, "Completion": _body(about)}},
+    }
+    if server.api_key:
+        found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+        found["security"] = [{"key": []}]
+        for path in free:
+            for one in paths.get(path, {}).values():
+                one["security"] = []
+    return found
+
+
+def ref(name: str) -> JSON:
+    """Return a reference to a schema of the document."""
+    return {"$ref": f"#/components/schemas/{name}"}
+
+
+def content(schema: JSON, description: str = "ok") -> JSON:
+    """Return a response of JSON."""
+    return {"description": description, "content": {"application/json": {"schema": schema}}}
+
+
+def operation(summary: str, responses: JSON, *statuses: str, body: JSON | None = None) -> JSON:
+    """Return an operation of a path.
+
+    Args:
+        summary: What it does.
+        responses: Its responses by status.
+        statuses: Those of ``STATUSES`` that it may return.
+        body: The schema of its body, None for none.
+    """
+    found: JSON = {
+        "summary": summary,
+        "responses": {**responses, **{status: content(ref("Error"), STATUSES[status]) for status in statuses}},
+    }
+    if body is not None:
+        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    return found
+
+
+def _completions(text: bool) -> JSON:
+    whole = content(ref("TextCompletion") if text else ref("TokenCompletion"), "the completions, or their events")
+    # The data of events have the form of the completion, with one piece of one choice; the last is [DONE].
+    whole["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    statuses = ("400", "401", "404", "408", "413", "415", "429", "500", "503")
+    return operation("Continue prompts.", {"200": whole}, *statuses, body=ref("Completion"))
+
+
+def _body(about: dict[str, JSON]) -> JSON:
+    return {"type": "object", "properties": about, "additionalProperties": False}
+
+
+def _object(required: dict[str, JSON], **options: JSON) -> JSON:
+    return {"type": "object", "properties": {**required, **options}, "required": list(required)}
+
+
+def _response(choice: JSON) -> JSON:
+    return _object(
+        {
+            "id": {"type": "string"},
+            "object": {"const": "text_completion"},
+            "created": {"type": "integer"},
+            "model": {"type": "string"},
+            "choices": {"type": "array", "items": choice},
+            "usage": ref("Usage"),
+        }
+    )
+
+
+_COUNT: JSON = {"type": "integer", "minimum": 0}
+_LOGPROBS: JSON = {
+    "oneOf": [
+        {"type": "null"},
+        _object(
+            {
+                "tokens": {"type": ["array", "null"], "items": {"type": "string"}},
+                "token_logprobs": {"type": ["array", "null"], "items": {"type": "number"}},
+                "top_logprobs": {"type": ["array", "null"], "items": {"type": "object"}},
+                "text_offset": {"type": ["array", "null"], "items": _COUNT},
+            }
+        ),
+    ]
+}
+_CHOICE: dict[str, JSON] = {
+    "index": _COUNT,
+    "text": {"type": "string"},
+    "finish_reason": {"enum": ["stop", "length", "cancelled"]},
+    "logprobs": _LOGPROBS,
+}
+_SCHEMAS: dict[str, JSON] = {
+    "Error": _object(
+        {
+            "error": _object(
+                {
+                    "message": {"type": "string"},
+                    "type": {"enum": ["invalid_request_error", "server_error"]},
+                    "param": {"type": ["string", "null"]},
+                    "code": {"type": ["string", "null"]},
+                }
+            )
+        }
+    ),
+    "Models": _object(
+        {
+            "object": {"const": "list"},
+            "data": {
+                "type": "array",
+                "items": _object({"id": {"type": "string"}, "object": {"const": "model"}, "created": _COUNT}),
+            },
+        }
+    ),
+    "Status": _object({"status": {"type": "string"}}),
+    "TextCompletion": _response(_object(_CHOICE)),
+    "TokenCompletion": _response(_object({**_CHOICE, "tokens": {"type": "array", "items": _COUNT}})),
+    "Usage": _object(
+        {
+            "prompt_tokens": _COUNT,
+            "completion_tokens": _COUNT,
+            "total_tokens": _COUNT,
+            "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
+        }
+    ),
+}
