@@ -1,0 +1,934 @@
+"""Bugs that other servers had, slow and malicious clients, and clients that hang up, through a real socket.
+
+Elsewhere: slots filled with NaN, greedy and seeded answers in a crowd (test_pool, test_server), hits of the prefix
+cache in the metrics, status 429, the headers of a stream (test_server).
+"""
+
+import asyncio
+import contextlib
+import gc
+import hashlib
+import itertools
+import json
+import random
+import re
+import socket
+import threading
+import time
+import types
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+httpx = pytest.importorskip("httpx")
+pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+pytest.importorskip("prometheus_client")
+
+from test_server import Running, decoder, text_of, until  # noqa: E402
+
+from longspan.serving import Pool, pool, server  # noqa: E402
+from longspan.serving.requests import MOST_PROMPTS, MOST_STOP_CHARACTERS, completion  # noqa: E402
+from longspan.serving.server import Limits  # noqa: E402
+from longspan.serving.text import Bytes  # noqa: E402
+
+PATH = "/v1/completions"
+
+
+class Gate:
+    """Lets the model's thread step only when the test does."""
+
+    def __init__(self, running):
+        self._step, self._semaphore, self.open, self.done = running.pool.step, threading.Semaphore(0), False, 0
+        running.pool.step = self._gated
+
+    def _gated(self):
+        if not self.open:
+            self._semaphore.acquire()
+        try:
+            return self._step()
+        finally:
+            self.done += 1
+
+    def step(self, n=1):
+        """Run n steps."""
+        for _ in range(n):
+            before = self.done
+            self._semaphore.release()
+            until(lambda before=before: self.done > before)
+
+    def release(self):
+        self.open = True
+        self._semaphore.release()
+
+
+@contextlib.contextmanager
+def gated(**options):
+    with Running(**options) as running:
+        gate = Gate(running)
+        try:
+            yield running, gate
+        finally:
+            gate.release()
+
+
+class Scripted:
+    """A model that gives these bytes, whatever it reads; the prompt is empty."""
+
+    def __init__(self, model, text):
+        self._model, self._text, self.likelihood = model, text, self
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def __call__(self, tokens, state, **options):
+        outputs, after = self._model(tokens, state, **options)
+        outputs[:, :, 0] = after.position[:, None].to(outputs.dtype)
+        return outputs, after
+
+    def log_probs(self, outputs):
+        places = [int(place) - 1 for place in outputs[:, 0]]
+        tokens = torch.tensor([self._text[place % len(self._text)] for place in places])
+        return torch.nn.functional.one_hot(tokens, 256).float().log()
+
+
+def head(length, *lines, path=PATH, method="POST"):
+    """The head of a request, as bytes."""
+    start = [f"{method} {path} HTTP/1.1", "host: x", "content-type: application/json", *lines]
+    return "\r\n".join([*start, *([f"content-length: {length}"] if length is not None else []), "", ""]).encode()
+
+
+def dial(running, data=b"", **options):
+    found = socket.create_connection(("127.0.0.1", running.port), timeout=30)
+    for name, value in options.items():
+        found.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
+    found.sendall(data)
+    return found
+
+
+def ask(running, **body):
+    data = json.dumps(body).encode()
+    return dial(running, head(len(data)) + data)
+
+
+def rest(client):
+    """Everything that the server sends until it closes the connection."""
+    found = b""
+    with client, contextlib.suppress(ConnectionError):
+        while piece := client.recv(1 << 16):
+            found += piece
+    return found
+
+
+def events(running, **body):
+    """The choices of a stream's events."""
+    answer = send(running, json.dumps(body | {"stream": True}).encode())
+    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line)["choices"][0] for line in lines[:-1]]
+
+
+def send(running, body, kind="application/json"):
+    with httpx.Client(verify=False) as client:  # without a second for certificates
+        return client.post(running.url + PATH, content=body, headers={"content-type": kind}, timeout=60)
+
+
+def post(running, **body):
+    return send(running, json.dumps(body).encode())
+
+
+def works(running):
+    """Whether the server still serves others, with the right text."""
+    answer = post(running, prompt="works", max_tokens=5, temperature=0)
+    return answer.status_code == 200 and answer.json()["choices"][0]["text"] == text_of(running.alone("works", 5))
+
+
+@pytest.fixture(scope="module")
+def shared():
+    with Running(pool={"prefix_bytes": 1 << 20}) as running:
+        yield running
+
+
+# Bugs of other servers.
+
+
+def test_the_same_prompt_gives_the_same_text_after_a_hundred_others(shared):
+    body = {"prompt": "again", "max_tokens": 8, "temperature": 0}
+
+    async def others():
+        async with httpx.AsyncClient(timeout=60) as client:
+            limit = asyncio.Semaphore(12)
+
+            async def one(i):
+                async with limit:
+                    answer = await client.post(shared.url + PATH, json={"prompt": f"{i}", "max_tokens": 3, "n": 1})
+                    return answer.status_code
+
+            return await asyncio.gather(*map(one, range(100)))
+
+    first = post(shared, **body).json()["choices"]
+    assert set(asyncio.run(others())) == {200}
+    assert post(shared, **body).json()["choices"] == first
+
+
+def test_a_snapshot_is_not_overwritten_by_those_who_continue_it(shared):
+    body = {"prompt": "kept", "max_tokens": 40, "temperature": 0}
+
+    def digest():
+        tokens = (256, *b"kept")
+        key = len(tokens), hashlib.sha256(torch.tensor(tokens).numpy().tobytes()).digest()
+        found = shared.pool.prefixes._kept[key]
+        leaves = [*pytree.tree_leaves(found.state), found.outputs]
+        return hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in leaves)).hexdigest()
+
+    first, before = post(shared, **body).json()["choices"], digest()
+    for _ in range(2):
+        assert post(shared, **body | {"temperature": 1, "n": 3}).status_code == 200
+        assert post(shared, **body).json()["choices"] == first
+        assert digest() == before
+
+
+@pytest.mark.parametrize("prefill", [1, 3, 100])
+def test_a_snapshot_is_the_state_of_exactly_its_tokens(prefill):
+    model = decoder().double()
+    crowd = Pool(model, slots=2, prefill=prefill, prefix_bytes=1 << 24)
+    prompts = ([7, 8, 9, 10, 11, 12, 13, 14], [7, 8, 9, 1, 2])
+    for prompt in prompts:  # at the same time, so that pieces of both are read in one call
+        crowd.submit(prompt, max_new_tokens=20)
+    crowd.run()
+    lengths = set()
+    for prompt in prompts:
+        tokens = [model.start, *prompt]
+        for k in range(1, len(tokens) + 1):
+            if (found := crowd.prefixes.find(tokens[:k])) is None:
+                assert prefill > 1
+                continue
+            length, state, outputs = found
+            lengths.add(length)
+            assert length == k or prefill > 1
+            with torch.no_grad():
+                expected, after = model(torch.tensor([tokens[:length]]), model.init_state(1))
+            pairs = zip(pytree.tree_leaves(state), pytree.tree_leaves(after), strict=True)
+            assert all(torch.allclose(a.double(), b.double(), rtol=1e-12, atol=1e-12) for a, b in pairs)
+            assert torch.allclose(outputs, expected[:, -1], rtol=1e-12, atol=1e-12)
+            assert state.position.tolist() == [length]
+    assert {6, 9} <= lengths
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_row_of_a_client_that_hangs_up_is_free_after_one_step(stream):
+    with gated() as (running, gate):
+        client = ask(running, prompt="a", max_tokens=4000, stream=stream, n=3)
+        gate.step(5)
+        assert running.pool.live == 3
+        streams = list(running.pool.rows)
+        client.close()
+        until(lambda: all(one.cancelled for one in streams))  # without a step
+        gate.step()
+        assert running.pool.live == 0
+        assert {one.finished for one in streams} == {"cancelled"}
+        assert all(len(one.tokens) == 6 for one in streams)
+
+
+def test_aborts_are_counted_once_and_only_for_clients_that_hang_up():
+    with gated(pool={"slots": 2, "queue": 20}) as (running, gate):
+        clients = [ask(running, prompt="a", max_tokens=4000, stream=i % 2 == 0) for i in range(2)]
+        until(lambda: running.pool.waiting == 2)
+        clients += [ask(running, prompt="b", max_tokens=4000, stream=i % 2 == 0, n=2) for i in range(3)]
+        until(lambda: running.pool.waiting == 8)
+        gate.step(3)
+        for client in clients:
+            client.close()
+        until(lambda: running.server.worker.cancelled == 8)
+        gate.release()
+        until(lambda: running.pool.idle)
+        for stream in (False, True):
+            for more in ({}, {"stop": "\n"}, {"n": 2}):
+                body = {"prompt": "c", "max_tokens": 60, "stream": stream} | more
+                assert post(running, **body).status_code == 200
+        full = post(running, prompt=["a"] * 13, n=2)
+        assert full.status_code == 400
+        until(lambda: running.pool.idle)
+        assert running.metric("longspan_streams_cancelled") == 8
+
+
+def test_characters_of_several_bytes_are_never_cut():
+    text = "河😀é-𝄞".encode()
+    for cut in range(1, len(text) + 1):
+        with scripted(text) as running:
+            pieces = events(running, max_tokens=cut)
+            whole = post(running, max_tokens=cut).json()["choices"][0]["text"]
+            expected = text[:cut].decode("utf-8", "replace")
+            assert "".join(piece["text"] for piece in pieces) == whole == expected
+            # Only the last piece may have what forms no character.
+            assert all("\ufffd" not in piece["text"] for piece in pieces[:-1])
+
+
+@contextlib.contextmanager
+def scripted(text, _kept=[]):  # noqa: B006
+    """A server whose model gives these bytes; one server for all texts."""
+    if not _kept:
+        _kept.append(Running())
+    (running,) = _kept
+    running.pool.model = Scripted(running.model, text)
+    try:
+        yield running
+    finally:
+        until(lambda: running.pool.idle)
+        running.pool.model = running.model
+
+
+def test_stop_strings_are_cut_wherever_they_fall():
+    text = "one two 河 three"
+    for begin, end in itertools.combinations(range(0, len(text) + 1, 3), 2):
+        stop = text[begin:end]
+        with scripted(text.encode()) as running:
+            body = {"max_tokens": len(text.encode()), "stop": ["never", stop]}
+            pieces = events(running, **body)
+            found = post(running, **body).json()["choices"][0]
+            assert "".join(piece["text"] for piece in pieces) == found["text"] == text[: text.index(stop)]
+            assert pieces[-1]["finish_reason"] == found["finish_reason"] == "stop"
+
+
+def test_a_beginning_of_a_stop_string_at_the_end_is_text():
+    with scripted(b"abcabc") as running:
+        for n in range(1, 7):
+            found = post(running, max_tokens=n, stop="abcabcX").json()["choices"][0]
+            assert (found["text"], found["finish_reason"]) == ("abcabc"[:n], "length")
+
+
+def test_choices_do_not_wait_for_each_other_to_stop():
+    with gated(pool={"slots": 4}) as (running, gate):
+        running.pool.model = Scripted(running.model, b"a" * 52 + b"z" + b"a" * 50)
+        client = ask(running, prompt=["", "p" * 50], max_tokens=4000, stop="z")
+        until(lambda: running.pool.waiting == 2)
+        gate.step()
+        first, second = running.pool.rows
+        gate.step()
+        until(lambda: second.cancelled)
+        gate.step()
+        assert running.pool.rows == [first]
+        client.close()
+
+
+def test_seeds_do_not_depend_on_the_order_of_arrival(shared):
+    bodies = [{"prompt": f"{i}", "max_tokens": 6, "seed": i, "top_k": 50, "stream": i % 2 == 0} for i in range(8)]
+
+    async def crowd(order):
+        async with httpx.AsyncClient(timeout=60) as client:
+            tasks = {}
+            for i in order:
+                tasks[i] = asyncio.create_task(client.post(shared.url + PATH, json=bodies[i]))
+                await asyncio.sleep(0.001)
+            answers = [(await tasks[i]).text for i in range(8)]
+        return [_text(answer) for answer in answers]
+
+    orders = [list(range(8)), list(range(7, -1, -1)), random.Random(1).sample(range(8), 8)]
+    found = [asyncio.run(crowd(order)) for order in orders]
+    assert found[0] == found[1] == found[2]
+    assert len(set(found[0])) == 8
+
+
+def _text(answer):
+    if answer.startswith("{"):
+        return json.loads(answer)["choices"][0]["text"]
+    lines = [line[6:] for line in answer.splitlines() if line.startswith("data: {")]
+    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+
+def test_a_prompt_of_64_kb_delays_a_token_by_one_piece():
+    with gated(model=decoder(attention="linear"), pool={"slots": 9, "prefill": 1024}) as (running, gate):
+        clients = [ask(running, prompt="a", max_tokens=4000, stream=True) for _ in range(8)]
+        until(lambda: running.pool.waiting == 8)
+        gate.step(2)
+        streams = list(running.pool.rows)
+        long = ask(running, prompt="x" * 65536, max_tokens=1)
+        until(lambda: running.pool.waiting == 1)
+        for i in range(65):  # of 1,024 tokens, with the start token
+            assert running.pool.waiting == 1
+            gate.step()
+            assert {len(one.tokens) for one in streams} == {4 + i}
+        assert running.pool.waiting == 0
+        assert b'"completion_tokens":1' in long.recv(1 << 16)
+        for client in (*clients, long):
+            client.close()
+
+
+def test_a_comment_keeps_a_silent_stream_open(monkeypatch):
+    monkeypatch.setattr(server, "PING", 0.05)
+    with gated() as (running, _):
+        client = ask(running, prompt="a", max_tokens=3, stream=True)
+        found = b""
+        while found.count(b": ping\n\n") < 2:
+            found += client.recv(4096)
+        assert b"data" not in found.partition(b"\r\n\r\n")[2]
+        client.close()
+
+
+def test_an_error_of_one_stream_is_not_that_of_others(monkeypatch):
+    def sample(scores, rows, positions):
+        if any(row.seed == 666 and place >= 2 for row, place in zip(rows, positions.tolist(), strict=True)):
+            raise ValueError("the seed of the beast")
+        return real(scores, rows, positions)
+
+    real = pool.sample
+    monkeypatch.setattr(pool, "sample", sample)
+    with gated() as (running, gate):
+        expected = text_of(running.alone("good", 9))
+        assert "\xff" not in expected
+        with torch.no_grad():
+            running.model.embedding.tokens.weight[255] = float("nan")
+        good = ask(running, prompt="good", max_tokens=9, temperature=0)
+        bad = [
+            ask(running, prompt=[97, 255], max_tokens=5),
+            ask(running, prompt=[97, 255], max_tokens=5, stream=True, logprobs=3),
+            ask(running, prompt="a", max_tokens=5, seed=666),
+            ask(running, prompt="a", max_tokens=5, seed=666, stream=True),
+        ]
+        until(lambda: running.pool.waiting == 5)
+        gate.release()
+        assert json.loads(body_of(good))["choices"][0]["text"] == expected
+        for client, text in zip(bad, ("not numbers", "not numbers", "beast", "beast"), strict=True):
+            answer = body_of(client)
+            assert text in answer
+            assert "NaN" not in answer
+        assert post(running, prompt=[256], max_tokens=1).status_code == 400
+        assert running.pool.idle
+        assert httpx.get(f"{running.url}/readyz").status_code == 200
+
+
+def body_of(client):
+    """The body of one answer: of a known length, or of chunks."""
+    found = b""
+    while not (found.endswith(b"0\r\n\r\n") or _whole(found)):
+        piece = client.recv(1 << 16)
+        assert piece, found
+        found += piece
+    client.close()
+    return found.partition(b"\r\n\r\n")[2].decode()
+
+
+def _whole(answer):
+    first, _, body = answer.partition(b"\r\n\r\n")
+    lengths = [line for line in first.lower().split(b"\r\n") if line.startswith(b"content-length:")]
+    return bool(lengths) and len(body) == int(lengths[0].split(b":")[1])
+
+
+def test_prompts_that_the_model_rejects_do_not_fail_those_read_with_them():
+    crowd = Pool(decoder(), slots=4)
+    other = decoder(attention="linear")
+    (bad,) = crowd.submit([1], max_new_tokens=3, state=other.init_state(1))
+    (good,) = crowd.submit([2], max_new_tokens=3)
+    crowd.run()
+    assert (bad.finished, good.finished) == ("error", "length")
+    assert bad.error
+    with pytest.raises(RuntimeError, match="ended after 0 tokens"):
+        list(crowd.stream([1], max_new_tokens=3, state=other.init_state(1)))
+
+
+def test_waiting_prompts_outlive_a_failed_step():
+    with gated(pool={"slots": 1}) as (running, gate):
+        first = ask(running, prompt="a", max_tokens=9)
+        until(lambda: running.pool.waiting == 1)
+        second = ask(running, prompt="good", max_tokens=4, temperature=0)
+        until(lambda: running.pool.waiting == 2)
+        gate.step()
+        running.pool.model = Broken(running.model)
+        gate.step()
+        running.pool.model = running.model
+        gate.release()
+        assert "RuntimeError: broken" in body_of(first)
+        assert json.loads(body_of(second))["choices"][0]["text"] == text_of(running.alone("good", 4))
+
+
+class Broken:
+    """A model whose steps raise."""
+
+    def __init__(self, model):
+        self._model = model
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def __call__(self, *args, **options):
+        raise RuntimeError("broken")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_streams_do_not_wait_for_a_thread_that_has_ended():
+    with gated() as (running, gate):
+
+        def ends():
+            raise SystemExit
+
+        clients = [ask(running, prompt="a", max_tokens=9, stream=stream) for stream in (True, False)]
+        until(lambda: running.pool.waiting == 2)
+        gate._step = ends
+        gate.release()
+        assert all("thread has ended" in body_of(client) for client in clients)
+        assert httpx.get(f"{running.url}/readyz").status_code == 503
+        assert httpx.get(f"{running.url}/healthz").status_code == 200
+        assert post(running, prompt="a").json()["error"]["code"] == "model_error"
+        assert running.pool.idle
+
+
+def test_states_of_waiting_prompts_are_made_when_they_are_read():
+    crowd = Pool(decoder(attention="softmax"), slots=2, capacity=50)
+    for _ in range(20):
+        crowd.submit([1], max_new_tokens=3)
+    assert all(job.state is None for job in crowd._waiting)
+
+
+def test_long_prompts_in_the_cache_take_no_more_memory_than_it_has():
+    crowd = Pool(decoder(), slots=1, prefill=64, prefix_bytes=1 << 20)
+    crowd.submit([1] * 5000, max_new_tokens=1)
+    crowd.run()
+    assert len(crowd.prefixes) > 20
+    assert all(len(digest) == 32 for _, digest in crowd.prefixes._kept)
+
+
+# Clients that hang up.
+
+
+def _disconnect(running, generator, i):
+    """Send a request, and hang up at a random stage."""
+    stage = ("head", "body", "queued", "mid", "end")[i % 5]
+    body = {"prompt": "p" * generator.randrange(1, 400), "max_tokens": generator.randrange(1, 30)}
+    body |= {"stream": generator.random() < 0.5, "n": generator.randrange(1, 4)}
+    data = json.dumps(body).encode()
+    whole = head(len(data)) + data
+    if stage == "head":
+        whole = whole[: generator.randrange(1, len(whole) - len(data))]
+    elif stage == "body":
+        whole = whole[: -generator.randrange(1, len(data))]
+    client = dial(running, whole)
+    if generator.random() < 0.5:  # a reset in place of an end
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    if stage == "mid":
+        client.recv(generator.randrange(1, 2000))
+    elif stage == "end":
+        client.settimeout(5)
+        with contextlib.suppress(TimeoutError):
+            client.recv(1 << 16)
+            time.sleep(generator.random() * 0.01)
+    client.close()
+
+
+def _hang_up(running, count, seed):
+    def run(k):
+        generator = random.Random(4 * seed + k)
+        for i in range(k, count, 4):
+            _disconnect(running, generator, i)
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until(lambda: running.pool.idle)
+    until(lambda: not running.http.server_state.connections)
+    until(lambda: not running.http.server_state.tasks)
+
+
+def _leftovers(running):
+    """Objects that a request needs and that should have gone with it."""
+    gc.collect()
+    return len(_objects(pool.Stream, pool._Reading, server._Choice, asyncio.Queue, asyncio.Task))
+
+
+def _objects(*kinds):
+    return [one for one in gc.get_objects() if type(one) in kinds]
+
+
+def test_disconnects_at_every_stage_leave_nothing(hang_ups=60):
+    with Running(pool={"slots": 4, "queue": 8, "prefill": 64, "prefix_bytes": 1 << 18}) as running:
+        before = _leftovers(running)
+        _hang_up(running, hang_ups, seed=0)
+        assert running.pool.live == running.pool.waiting == 0
+        assert running.metric("longspan_live_streams") == running.metric("longspan_waiting_streams") == 0
+        assert _leftovers(running) <= before + 2
+        assert works(running)
+
+
+@pytest.mark.full
+def test_a_thousand_disconnects_leave_memory_flat():
+    psutil = pytest.importorskip("psutil")
+    with Running(pool={"slots": 4, "queue": 8, "prefill": 64, "prefix_bytes": 1 << 18}) as running:
+        _hang_up(running, 300, seed=1)  # allocators and caches fill
+        before, size = _leftovers(running), psutil.Process().memory_info().rss
+        for seed in range(2, 6):
+            _hang_up(running, 250, seed)
+        assert running.pool.live == running.pool.waiting == 0
+        assert _leftovers(running) <= before + 2
+        assert psutil.Process().memory_info().rss - size < 16 << 20
+        assert works(running)
+
+
+# Slow and malicious clients.
+
+
+@pytest.fixture(scope="module")
+def strict():
+    """A server that is quick to drop clients."""
+    with Running(limits=Limits(slow=0.4, body=1 << 16, connections=30, backlog=50)) as running:
+        yield running
+
+
+def drip(client, data, wait=0.05):
+    """Send byte after byte until the server closes the connection -> what it sent."""
+    found = b""
+    client.settimeout(wait)
+    with client, contextlib.suppress(ConnectionError):
+        for i in range(len(data)):
+            client.sendall(data[i : i + 1])
+            with contextlib.suppress(TimeoutError):
+                if not (piece := client.recv(4096)):
+                    return found
+                found += piece
+        raise AssertionError("the server did not close the connection")
+    return found
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("case", ["nothing", "head", "second head", "body"])
+def test_slow_senders_are_dropped(strict, case):
+    if case == "nothing":
+        assert rest(dial(strict)) == b""
+    elif case == "head":
+        assert drip(dial(strict), head(5) * 9) == b""
+    elif case == "second head":
+        client = dial(strict, head(None, path="/healthz", method="GET"))
+        until(lambda: b"ok" in client.recv(4096))
+        assert drip(client, head(5) * 9) == b""
+    else:
+        answer = drip(dial(strict, head(1000)), b" " * 1000)
+        assert answer.startswith(b"HTTP/1.1 408")
+        assert b"did not arrive within 0.4 seconds" in answer
+    assert works(strict)
+    until(lambda: not strict.http.server_state.tasks)
+
+
+def test_bodies_without_an_end_are_cut(strict):
+    chunk = b"1000\r\n" + b" " * 0x1000 + b"\r\n"
+    for framing, piece in (("transfer-encoding: chunked", chunk), ("content-length: 999999999999", b" " * 4096)):
+        client = dial(strict, head(None, framing))
+        with client, contextlib.suppress(ConnectionError):
+            for _ in range(2000):  # 8 MB, of which 128 kB are read
+                client.sendall(piece)
+            client.recv(1 << 16)
+            raise AssertionError("the server read it all")
+    assert works(strict)
+
+
+def test_a_body_beyond_the_limit_is_answered(strict):
+    answer = send(strict, b" " * 70000)
+    assert answer.status_code == 413
+    assert "65536 bytes" in answer.json()["error"]["message"]
+
+
+def test_heads_without_an_end_are_refused(strict):
+    client = dial(strict)
+    with contextlib.suppress(ConnectionError):
+        client.sendall(b"GET /healthz HTTP/1.1\r\nhost: x\r\n" + b"".join(b"x-%d: y\r\n" % i for i in range(20000)))
+    assert rest(client)[:12] in (b"HTTP/1.1 400", b"")
+    assert rest(dial(strict, b"\x16\x03\x01 nonsense\r\n\r\n")).startswith(b"HTTP/1.1 400")
+    assert works(strict)
+
+
+def test_connections_are_limited(strict):
+    until(lambda: not strict.http.server_state.connections)
+    clients = [dial(strict) for _ in range(30)]
+    until(lambda: len(strict.http.server_state.connections) == 30)
+    answer = rest(dial(strict, head(None, path="/healthz", method="GET")))
+    assert answer.startswith(b"HTTP/1.1 503") or answer == b""
+    if answer:
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "busy"
+    for client in clients:
+        assert rest(client) == b""
+    assert works(strict)
+
+
+def test_a_reader_of_one_byte_at_a_time_has_bounded_memory():
+    limits = Limits(slow=1, tokens=10**6, backlog=50)
+    with Running(limits=limits, pool={"slots": 2}) as running:
+        running.http.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        data = json.dumps({"prompt": "a", "max_tokens": 10**6, "stream": True, "logprobs": 20}).encode()
+        client = dial(running, b"", SO_RCVBUF=4096)
+        client.sendall(head(len(data)) + data)
+        until(lambda: running.pool.live == 1)
+        (stream,) = running.pool.rows
+        deepest = 0
+        queues = _objects(asyncio.Queue)
+
+        def ended():
+            nonlocal deepest
+            with contextlib.suppress(OSError):
+                client.recv(1)
+            deepest = max(deepest, *(queue.qsize() for queue in queues))
+            return stream.finished == "cancelled"
+
+        until(ended)
+        assert deepest <= limits.backlog + 1
+        until(lambda: not running.http.server_state.connections)  # though the client is still there
+        assert works(running)
+        client.close()
+
+
+def test_a_stream_that_was_cancelled_for_its_backlog_has_no_gap():
+    """Its text is a beginning of what the model says, and its finish_reason says that it is cut."""
+    with gated(limits=Limits(backlog=20)) as (running, gate):
+        loop = asyncio.run_coroutine_threadsafe
+        client = ask(running, prompt="a", max_tokens=100, temperature=0, stream=True)
+        until(lambda: running.pool.waiting == 1)
+        entered, leave = threading.Event(), threading.Event()
+
+        async def hold():
+            entered.set()
+            leave.wait(30)
+
+        held = loop(hold(), _loop_of(running))  # the event loop does not run while the model draws 30 tokens
+        entered.wait(30)
+        gate.step(30)
+        leave.set()
+        held.result(30)
+        gate.release()
+        answer = body_of(client)
+        pieces = [json.loads(line[6:])["choices"][0] for line in answer.splitlines() if line.startswith("data: {")]
+        text = "".join(piece["text"] for piece in pieces)
+        assert pieces[-1]["finish_reason"] == "cancelled"
+        assert text == text_of(running.alone("a", 20))
+
+
+def _loop_of(running):
+    """The server's event loop."""
+    return running.http.servers[0].get_loop()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b'{"prompt": "a", "max_tokens": 1000000000}', 400, "max_tokens=1000000000"),
+        (b'{"prompt": "a", "max_tokens": 1' + b"0" * 4000 + b"}", 400, "max_tokens=1000"),
+        (b'{"prompt": "a", "max_tokens": 1' + b"0" * 9000 + b"}", 400, "not valid JSON"),
+        (b'{"prompt": "a", "n": 1000000000}', 400, "n=1000000000"),
+        (b'{"prompt": "a", "seed": 9223372036854775808}', 400, "seed="),
+        (b'{"prompt": "a", "temperature": NaN}', 400, "NaN is not a number of JSON"),
+        (b'{"prompt": "a", "temperature": -Infinity}', 400, "-Infinity is not"),
+        (b'{"prompt": "a", "temperature": 1e999}', 400, "temperature=inf"),
+        (b'{"prompt": "a", "top_k": 1.0}', 400, "top_k=1.0"),
+        (b'{"prompt": "a", "stream": 1.0}', 400, "stream=1.0"),
+        (b'{"prompt": "a", "presence_penalty": false}', 400, "presence_penalty=False"),
+        (b'{"prompt": "a", "stop": {}}', 400, "stop must be"),
+        (b'{"prompt": "a", "stop": "\\ud800"}', 400, "stop is not valid Unicode"),
+        (b'{"prompt": "a", "stop": "' + b"s" * 60000 + b'"}', 400, "string of 60000 characters"),
+        (b'{"prompt": "a", "stream_options": {"include_usage": 3}}', 400, "include_usage=3"),
+        (b'{"prompt": "a", "user": [1]}', 400, "user=[1]"),
+        (b'{"prompt": "a", "prompt": "b"}', 400, "'prompt' more than once"),
+        (b'{"\\ud800": 1}', 400, "unknown field '\\ud800'"),
+        (b'{"' + b"x" * 60000 + b'": 1}', 400, "unknown field 'xxx"),
+        (b'{"logit_bias": ' + b"[" * 900 + b"]" * 900 + b"}", 400, "logit_bias=[[["),
+        (b'{"a":' * 9000, 400, "not valid JSON"),
+        (b'{"prompt": "\xff"}', 400, "not valid UTF-8"),
+        ('{"prompt": "a"}'.encode("utf-16"), 400, "not valid UTF-8"),
+        (b"\xef\xbb\xbf{}", 400, "not valid JSON"),
+        (b'{"prompt": [' + b'"",' * 9000 + b'""]}', 400, "9001 prompts"),
+        (b'{"prompt": [' + b'"",' * 16 + b'""]}', 400, "17 streams do not fit into 8 slots and a queue of 8"),
+        (b"", 400, "not valid JSON"),
+        (b" " * 5, 400, "not valid JSON"),
+    ],
+    ids=lambda value: str(value[:30]) if isinstance(value, bytes) else None,
+)
+def test_malicious_bodies_are_refused(strict, body, status, message):
+    answer = send(strict, body)
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert message in error["message"]
+    assert len(error["message"]) < 500
+    assert len(error["param"] or "") <= 100
+
+
+def test_every_depth_of_a_body_is_refused(strict):
+    """Where parsing just succeeds, the message about it does too."""
+    for depth in range(900, 1000, 3):
+        body = b'{"logit_bias": ' + b"[" * depth + b"]" * depth + b"}"
+        answer = send(strict, body)
+        assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+def test_other_types_of_content_are_refused(shared, kind):
+    """A page of another origin may send these without asking."""
+    answer = send(shared, b'{"prompt": "a"}', kind)
+    assert answer.status_code == 415
+    assert kind in answer.json()["error"]["message"]
+    assert send(shared, b'{"max_tokens": 1}', "application/json; charset=utf-8").status_code == 200
+
+
+def test_hosts_that_are_none_change_nothing(shared):
+    for host in ("[", "x/y?z", "", "a" * 5000):
+        for path, status in (("/nothing", b"404"), ("/healthz/", b"404"), ("/healthz", b"200")):
+            request = f"GET {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode()
+            answer = rest(dial(shared, request))
+            assert answer.split()[1] in (status, b"400"), (host, path)
+            assert b"location:" not in answer
+
+
+def test_methods_that_are_not_allowed_name_those_that_are(shared):
+    answer = httpx.get(shared.url + PATH)
+    assert answer.status_code == 405
+    assert answer.headers["allow"] == "POST"
+    assert answer.json()["error"]["code"] == "not_found"
+
+
+def test_pipelined_requests_are_answered_in_order(shared):
+    bodies = [
+        json.dumps({"prompt": f"{i}", "max_tokens": 3, "temperature": 0, "echo": True}).encode() for i in range(4)
+    ]
+    last = head(len(bodies[-1]), "connection: close") + bodies[-1]
+    answer = rest(dial(shared, b"".join(head(len(body)) + body for body in bodies[:-1]) + last))
+    texts = [json.loads(line)["choices"][0]["text"] for line in re.findall(rb'^{"id".*}', answer, re.MULTILINE)]
+    assert texts == [f"{i}{text_of(shared.alone(str(i), 3))}" for i in range(4)]
+
+
+def test_an_upgrade_to_websockets_is_answered_as_http(shared):
+    request = head(None, "connection: upgrade", "upgrade: websocket", path="/healthz", method="GET")
+    client = dial(shared, request)
+    assert client.recv(4096).startswith(b"HTTP/1.1 200")
+    client.close()
+
+
+def test_impossible_tokens_have_a_number(shared):
+    with scripted(b"ab") as running:
+        found = post(running, max_tokens=2, logprobs=2).json()["choices"][0]["logprobs"]
+    assert found["token_logprobs"] == [0.0, 0.0]
+    assert min(found["top_logprobs"][0].values()) == -9999.0
+
+
+def test_an_error_of_the_server_has_the_form_of_others(monkeypatch):
+    def broken(*args, **options):
+        raise KeyError("a bug")
+
+    with Running() as running:
+        monkeypatch.setattr(server, "completion", broken)
+        answer = post(running, prompt="a")
+        assert answer.status_code == 500
+        assert answer.json()["error"]["code"] == "internal_error"
+        assert "a bug" not in answer.text
+        monkeypatch.setattr(server, "completion", completion)
+        assert works(running)
+
+
+# The description of the interface.
+
+
+def test_the_description_has_the_bounds_that_are_checked(shared):
+    document = httpx.get(f"{shared.url}/openapi.json").json()
+    known = document["components"]["schemas"]["Completion"]["properties"]
+    options = {"model": "tiny", "codec": Bytes(), "vocab": 256, "most": Limits().tokens}
+
+    def accepts(**body):
+        try:
+            completion(body, **options)
+        except server.Wrong:
+            return False
+        return True
+
+    checked = 0
+    for name, schema in known.items():
+        if "minimum" in schema:
+            step = 1 if "integer" in schema["type"] else 1e-10
+            for bound, outside in ((schema["minimum"], -step), (schema["maximum"], max(step, 1e-6))):
+                assert accepts(**{name: bound})
+                assert not accepts(**{name: bound + outside})
+            checked += 1
+        if "enum" in schema:
+            assert all(accepts(**{name: value}) for value in schema["enum"])
+            assert not accepts(**{name: "other"})
+    assert checked == 7
+    assert accepts(stop="s" * MOST_STOP_CHARACTERS)
+    assert accepts(prompt=[""] * MOST_PROMPTS)
+    assert not accepts(prompt=[""] * (MOST_PROMPTS + 1))
+    unknown = post(shared, foo=1).json()["error"]["message"]
+    assert unknown.endswith(", ".join(known))
+
+
+def test_the_description_names_every_route():
+    class Endpoint:
+        def __init__(self):
+            self.openapi = {"get": {"summary": "More.", "responses": {"200": {"description": "ok"}}}}
+
+    with Running(api_key="secret") as running:
+        key = {"authorization": "Bearer secret"}
+        assert httpx.get(f"{running.url}/openapi.json").status_code == 401
+        document = httpx.get(f"{running.url}/openapi.json", headers=key).json()
+        routes = {route.path for route in running.server.routes} - {"/v1/chat/completions", "/"}
+        assert set(document["paths"]) == routes
+        assert document["security"] == [{"key": []}]
+        assert document["paths"]["/healthz"]["get"]["security"] == []
+        more = Endpoint()
+        running.server.routes.append(types.SimpleNamespace(path="/more", endpoint=more))
+        document = httpx.get(f"{running.url}/openapi.json", headers=key).json()
+        assert document["paths"]["/more"] == more.openapi
+
+
+def _conforms(running, examples):
+    hypothesis = pytest.importorskip("hypothesis")
+    schemathesis = pytest.importorskip("schemathesis")
+    schema = schemathesis.openapi.from_url(f"{running.url}/openapi.json")
+    checks = schemathesis.checks.CHECKS
+    chosen = [
+        checks.get_one(name)
+        for name in (
+            "not_a_server_error",
+            "status_code_conformance",
+            "content_type_conformance",
+            "response_headers_conformance",
+            "response_schema_conformance",
+            "negative_data_rejection",
+            "unsupported_method",
+        )
+    ]
+    statuses = set()
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        for mode in (schemathesis.GenerationMode.POSITIVE, schemathesis.GenerationMode.NEGATIVE):
+            if mode is schemathesis.GenerationMode.NEGATIVE and not operation.body:
+                continue
+            strategy = operation.as_strategy(generation_mode=mode)
+
+            @hypothesis.settings(
+                max_examples=examples,
+                database=None,
+                deadline=None,
+                derandomize=True,
+                suppress_health_check=list(hypothesis.HealthCheck),
+            )
+            @hypothesis.given(case=strategy)
+            def check(case):
+                answer = case.call(timeout=60)
+                statuses.add(answer.status_code)
+                case.validate_response(answer, checks=chosen)
+
+            check()
+    until(lambda: running.pool.idle)
+    return statuses
+
+
+@pytest.fixture(scope="module")
+def described():
+    with Running(limits=Limits(tokens=20), pool={"slots": 8, "queue": 200}) as running:
+        yield running
+
+
+def test_answers_have_the_form_of_the_description(described):
+    assert {200, 400} <= _conforms(described, 6)
+    assert works(described)
+
+
+@pytest.mark.full
+def test_many_answers_have_the_form_of_the_description(described):
+    assert {200, 400} <= _conforms(described, 300)
+    with Running(decoder(vocab=17), codec=False, limits=Limits(tokens=20)) as running:
+        assert {200, 400} <= _conforms(running, 100)
