@@ -799,6 +799,13 @@ def test_an_upgrade_to_websockets_is_answered_as_http(shared):
     client.close()
 
 
+def test_offsets_of_tokens_count_the_prompt_where_it_is_echoed(shared):
+    found = post(shared, prompt="ab", max_tokens=3, temperature=0, echo=True, logprobs=0).json()["choices"][0]
+    assert found["text"] == "ab" + text_of(shared.alone("ab", 3))
+    assert found["logprobs"]["text_offset"][0] == 2
+    assert len(found["logprobs"]["tokens"]) == 3
+
+
 def test_impossible_tokens_have_a_number(shared):
     with scripted(b"ab") as running:
         found = post(running, max_tokens=2, logprobs=2).json()["choices"][0]["logprobs"]
@@ -871,6 +878,24 @@ def test_the_description_names_every_route():
         running.server.routes.append(types.SimpleNamespace(path="/more", endpoint=more))
         document = httpx.get(f"{running.url}/openapi.json", headers=key).json()
         assert document["paths"]["/more"] == more.openapi
+
+
+@pytest.mark.parametrize("text", [True, False])
+def test_events_have_the_form_of_the_description(text):
+    jsonschema = pytest.importorskip("jsonschema")
+    with Running(decoder(256 if text else 17), codec=text) as running:
+        document = httpx.get(f"{running.url}/openapi.json").json()
+        name = "TextEvent" if text else "TokenEvent"
+        schema = {**document, "$ref": f"#/components/schemas/{name}"}
+        options = {"max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}, "n": 2}
+        for more in ({}, {"logprobs": 0}, {"logprobs": 2}, {"echo": True}):
+            lines = post(running, **options, **more).text.splitlines()
+            found = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+            assert len(found) > 3
+            for event in found:
+                jsonschema.validate(event, schema)
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate({**found[0], "choices": [{"index": -1}]}, schema)
 
 
 def _conforms(running, examples):

@@ -346,6 +346,8 @@ def test_a_model_without_text_takes_and_gives_tokens():
         tokens = longspan.generate(running.model, torch.tensor([[1, 2, 3]]), max_new_tokens=4, temperature=0)
         assert found["tokens"] == tokens[0].tolist()
         assert "no text" in running.post(prompt="abc").json()["error"]["message"]
+        echoed = running.post(prompt=[1, 2, 3], max_tokens=4, temperature=0, echo=True).json()["choices"][0]
+        assert echoed["tokens"] == [1, 2, 3, *found["tokens"]]
 
 
 @pytest.mark.full

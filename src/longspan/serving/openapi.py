@@ -101,8 +101,11 @@ def operation(summary: str, responses: JSON, *statuses: str, body: JSON | None =
 
 def _completions(text: bool) -> JSON:
     whole = content(ref("TextCompletion") if text else ref("TokenCompletion"), "the completions, or their events")
-    # The data of events have the form of the completion, with one piece of one choice; the last is [DONE].
-    whole["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    event = ref("TextEvent") if text else ref("TokenEvent")
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": event}
+    whole["content"]["text/event-stream"] = {
+        "schema": _object({"data": {"anyOf": [{"const": "[DONE]"}, data]}}),
+    }
     statuses = ("400", "401", "404", "408", "413", "415", "429", "500", "503")
     return operation("Continue prompts.", {"200": whole}, *statuses, body=ref("Completion"))
 
@@ -115,17 +118,21 @@ def _object(required: dict[str, JSON], **options: JSON) -> JSON:
     return {"type": "object", "properties": {**required, **options}, "required": list(required)}
 
 
-def _response(choice: JSON) -> JSON:
-    return _object(
-        {
-            "id": {"type": "string"},
-            "object": {"const": "text_completion"},
-            "created": {"type": "integer"},
-            "model": {"type": "string"},
-            "choices": {"type": "array", "items": choice},
-            "usage": ref("Usage"),
-        }
-    )
+def _response(choice: JSON, usage: bool = True) -> JSON:
+    required: dict[str, JSON] = {
+        "id": {"type": "string"},
+        "object": {"const": "text_completion"},
+        "created": {"type": "integer"},
+        "model": {"type": "string"},
+        "choices": {"type": "array", "items": choice},
+    }
+    return _object({**required, "usage": ref("Usage")}) if usage else _object(required, usage=ref("Usage"))
+
+
+def _event(choice: dict[str, JSON]) -> JSON:
+    """An event: a piece of one choice, the usage, or an error."""
+    piece = _object({**choice, "finish_reason": {"enum": [None, *choice["finish_reason"]["enum"]]}})
+    return {"anyOf": [_response(piece, usage=False), ref("Error")]}
 
 
 _COUNT: JSON = {"type": "integer", "minimum": 0}
@@ -148,6 +155,7 @@ _CHOICE: dict[str, JSON] = {
     "finish_reason": {"enum": ["stop", "length", "cancelled"]},
     "logprobs": _LOGPROBS,
 }
+_TOKENS: dict[str, JSON] = {**_CHOICE, "tokens": {"type": "array", "items": _COUNT}}
 _SCHEMAS: dict[str, JSON] = {
     "Error": _object(
         {
@@ -172,7 +180,9 @@ _SCHEMAS: dict[str, JSON] = {
     ),
     "Status": _object({"status": {"type": "string"}}),
     "TextCompletion": _response(_object(_CHOICE)),
-    "TokenCompletion": _response(_object({**_CHOICE, "tokens": {"type": "array", "items": _COUNT}})),
+    "TextEvent": _event(_CHOICE),
+    "TokenCompletion": _response(_object(_TOKENS)),
+    "TokenEvent": _event(_TOKENS),
     "Usage": _object(
         {
             "prompt_tokens": _COUNT,

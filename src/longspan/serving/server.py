@@ -328,15 +328,13 @@ class Server:
 
         async def one(choice: _Choice) -> dict[str, Any]:
             nonlocal first
-            whole: dict[str, Any] | None = None
+            whole = self._echo(choice) if asked.echo else None
             while (piece := await self._next(asked, choice)) is not None:
                 if first and choice.seen:
                     self.metrics.first.observe(time.monotonic() - began)
                     first = False
                 whole = piece if whole is None else _joined(whole, piece)
             assert whole is not None
-            if asked.echo:
-                whole["text"] = self._text(choice.stream.prompt) + whole["text"]
             return whole
 
         return list(await asyncio.gather(*map(one, choices)))
@@ -350,8 +348,7 @@ class Server:
         try:
             if asked.echo:
                 for choice in choices:
-                    piece = {"index": choice.index, "text": self._text(choice.stream.prompt)}
-                    yield _event({**about, "choices": [{**piece, "finish_reason": None, "logprobs": None}]})
+                    yield _event({**about, "choices": [self._echo(choice)]})
             while waiting:
                 done, _ = await asyncio.wait(waiting, timeout=PING, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
@@ -377,6 +374,16 @@ class Server:
                 task.cancel()
             self._drop(choices)
 
+    def _echo(self, choice: _Choice) -> dict[str, Any]:
+        """The piece of a choice that is its prompt."""
+        found = {"index": choice.index, "text": "", "finish_reason": None, "logprobs": None}
+        if self.codec is None:
+            return {**found, "tokens": list(choice.stream.prompt)}
+        decoding = self.codec.decoder()
+        found["text"] = "".join(map(decoding.add, choice.stream.prompt)) + decoding.end()
+        choice.offset = len(found["text"])
+        return found
+
     def _usage(self, asked: Completion, choices: list[_Choice]) -> dict[str, Any]:
         read, drawn = sum(map(len, asked.prompts)), sum(choice.seen for choice in choices)
         cached = sum(max(0, choice.stream.cached - 1) for choice in choices[:: asked.n])
@@ -386,12 +393,6 @@ class Server:
             "total_tokens": read + drawn,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
-
-    def _text(self, tokens: tuple[int, ...]) -> str:
-        if self.codec is None:
-            return ""
-        decoding = self.codec.decoder()
-        return "".join(map(decoding.add, tokens)) + decoding.end()
 
     def _put(self, queues: dict[int, asyncio.Queue], stream: Stream, token: int | None, most: int) -> None:
         """Pass a token on. A stream whose client does not keep up is cancelled; it ends after what is queued."""
@@ -474,8 +475,8 @@ def _joined(whole: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
     found = {**whole, "text": whole["text"] + piece["text"], "finish_reason": piece["finish_reason"]}
     if "tokens" in whole:
         found["tokens"] = whole["tokens"] + piece["tokens"]
-    if whole["logprobs"] is not None:
-        a, b = whole["logprobs"], piece["logprobs"]
+    if piece["logprobs"] is not None:
+        a, b = whole["logprobs"] or dict.fromkeys(piece["logprobs"]), piece["logprobs"]
         found["logprobs"] = {name: (a[name] or []) + (b[name] or []) or None for name in a}
     return found
 
