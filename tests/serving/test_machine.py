@@ -193,13 +193,14 @@ def same(found, expected):
     assert found.position.tolist() == expected.position.tolist()
 
 
-def run(attention, examples, steps):
+def run(attention, examples, steps, phases):
     settings = hypothesis.settings(
         max_examples=examples,
         stateful_step_count=steps,
         database=None,
         deadline=None,
         derandomize=True,
+        phases=phases,
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     run_state_machine_as_test(type("Machine", (Machine,), {"attention": attention}), settings=settings)
@@ -207,10 +208,10 @@ def run(attention, examples, steps):
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_any_order_of_calls_keeps_the_books(attention):
-    run(attention, examples=8, steps=20)
+    run(attention, examples=8, steps=20, phases=[hypothesis.Phase.generate])  # no time for small examples
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_many_orders_of_calls_keep_the_books(attention):
-    run(attention, examples=100, steps=50)
+    run(attention, examples=100, steps=50, phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink])

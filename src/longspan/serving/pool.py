@@ -354,6 +354,7 @@ class Pool:
 
     def _begin(self, job: _Reading) -> None:
         assert job.outputs is not None
+        assert job.state is not None
         first = job.outputs.expand(len(job.streams), -1)
         for stream, found in zip(job.streams, self._drawn(first, job.streams), strict=True):
             token, reason, error = self._emit(stream, found)
