@@ -185,6 +185,8 @@ def test_a_snapshot_is_not_overwritten_by_those_who_continue_it(shared):
     first, before = post(shared, **body).json()["choices"], digest()
     for _ in range(2):
         assert post(shared, **body | {"temperature": 1, "n": 3}).status_code == 200
+        for longer in ("keptx", "kept and continued"):  # read in place from the snapshot's copy
+            assert post(shared, prompt=longer, max_tokens=2).status_code == 200
         assert post(shared, **body).json()["choices"] == first
         assert digest() == before
 

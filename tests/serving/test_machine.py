@@ -63,7 +63,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        options = {"slots": SLOTS, "queue": QUEUE, "capacity": CAPACITY, "prefill": 2, "prefix_bytes": 20_000}
+        options = {"slots": SLOTS, "queue": QUEUE, "capacity": CAPACITY, "prefill": 2, "prefix_bytes": 1_000_000}
         self.pool = Pool(decoder(self.attention), **options)
         self.streams, self.histories, self.heard, self.cancelled, self.kept = [], {}, {}, set(), []
         self.spoil()
