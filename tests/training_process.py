@@ -1,7 +1,7 @@
 """Tiny runs for the tests; and one in a separate process, to be killed or started twice: ``python THIS_FILE JOB``.
 
 JOB is JSON: ``model`` and ``run`` (fields), ``resume``, ``pause`` (seconds before each micro-batch), ``record`` (a
-folder to which each rank writes the examples it took and its weights at the end).
+folder to which each rank writes the examples it took and its weights at the end), ``double`` (train in float64).
 """
 
 import json
@@ -58,7 +58,9 @@ def best_at(monkeypatch, step):
 
 def main() -> None:
     torch.set_num_threads(1)
-    job = {"resume": False, "pause": 0.0, "record": ""} | json.loads(sys.argv[1])
+    job = {"resume": False, "pause": 0.0, "record": "", "double": False} | json.loads(sys.argv[1])
+    if job["double"]:
+        torch.set_default_dtype(torch.float64)
     seed, order, train = loop.step_seed, objectives.batch_indices, loop.train
     taken: dict[int, list[int]] = {}
 

@@ -59,7 +59,7 @@ def sequence_parallel(model: nn.Module, group: Group = None) -> Generator[None, 
         ...     return mean_over_ranks(-model.likelihood.log_prob(outputs, targets))
     """
     ranks = _process_group(group)
-    _check(model)
+    check(model)
     before: list[hook.Shards | None] = []
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,7 +101,7 @@ def _process_group(group: Group) -> dist.ProcessGroup:
     return found
 
 
-def _check(model: nn.Module) -> None:
+def check(model: nn.Module) -> None:
     """Raise ValueError for the first part of a model that has no exact form on shards."""
     for name, part in model.named_modules():
         at = f" ({name})" if name else ""

@@ -251,11 +251,17 @@ def _check(config: Any, run: TrainConfig, dataset: Dataset | Tokens | Pairs | La
             )
     if run.segments and isinstance(config, DecoderConfig):
         tbptt.check_segments(config)
+    if dataset.length < run.sequence_parallel:
+        raise ValueError(
+            f"sequence_parallel={run.sequence_parallel} processes cannot share examples of {dataset.length} tokens; "
+            "each needs at least one"
+        )
     if not dataset.count("train"):
         raise ValueError(f"{run.data} has no training examples")
     if not torch.accelerator.is_available():
         what = f"the activations of batch={run.batch} examples of {dataset.length} tokens"
-        weights.check_fits_in_memory(run.batch * dataset.length * _activations(config), what)
+        tokens = run.batch * -(-dataset.length // run.sequence_parallel)
+        weights.check_fits_in_memory(tokens * _activations(config), what)
 
 
 def _activations(config: DecoderConfig | EncoderConfig | Seq2SeqConfig) -> int:

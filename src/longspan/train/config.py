@@ -18,6 +18,7 @@ HIGHEST = {
     "targets": 1_000_000,
     "devices": 10_000,
     "nodes": 10_000,
+    "sequence_parallel": 10_000,
     "learning_rate": 1e19,
     "seed": 2**63 - 1,
 }
@@ -45,7 +46,7 @@ class TrainConfig:
     steps: int = 1000
     """optimizer steps"""
     batch: int = 32
-    """examples per micro-batch and device"""
+    """examples per micro-batch and device, or group of ``sequence_parallel`` devices"""
     accumulate: int = 1
     """micro-batches per step (gradient accumulation)"""
     optimizer: str = "adamw"
@@ -108,6 +109,11 @@ class TrainConfig:
     strategy: str = "auto"
     """how several devices share the work: ddp (each has all weights) | fsdp (each has a part of the weights, gradients
     and optimizer states: FSDP2; checkpoints in parts) | auto (ddp)"""
+    sequence_parallel: int = 1
+    """number of devices that share each example of a text or of tokens: each has a part of its tokens, and trains as
+    one device with the whole would. The other devices read other examples. It divides devices times nodes"""
+    async_checkpoints: bool = False
+    """with strategy fsdp: write checkpoints in the background, from a copy in CPU memory, while the training goes on"""
     seconds: float = 0.0
     """wall time in seconds after which to evaluate, save and stop; 0: no limit"""
     out: str = "runs/longspan"
@@ -124,6 +130,7 @@ class TrainConfig:
             "keep",
             "devices",
             "nodes",
+            "sequence_parallel",
             "targets",
         ):
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
@@ -162,6 +169,7 @@ class TrainConfig:
             not (self.segments and self.stream),
             "segments=True has no effect with stream=True, which keeps documents apart anyway; pass segments=False",
         )
+        self._check_devices()
         if self.schedule == "drop":
             _require(
                 self.drop_at >= 1, "schedule='drop' requires drop_at >= 1, the step at which the learning rate drops"
@@ -184,15 +192,47 @@ class TrainConfig:
             )
         _require(bool(self.out.strip()), "out is empty; name a folder for the run, e.g. runs/digits")
 
+    def _check_devices(self) -> None:
+        _require(
+            not self.async_checkpoints or self.strategy == "fsdp",
+            f"async_checkpoints=True requires strategy='fsdp', not {self.strategy!r}",
+        )
+        size = self.sequence_parallel
+        if size == 1:
+            return
+        _require(
+            self.world % size == 0,
+            f"sequence_parallel={size} must divide the number of processes, which is {self.world} with "
+            f"devices={self.devices} and nodes={self.nodes}",
+        )
+        for name, usual, why in (
+            ("stream", False, "carries states from batch to batch"),
+            ("intermediate", False, "has losses of whole rows"),
+            ("targets", 1, "predicts tokens that other processes have"),
+            ("penalty", 0.0, "weighs losses of whole rows"),
+            ("compile", False, "compiles blocks, which exchange states then"),
+        ):
+            value = getattr(self, name)
+            _require(
+                value == usual,
+                f"{name}={value} {why}, which sequence_parallel={size} does not support; pass {name}={usual} or "
+                "sequence_parallel=1",
+            )
+
     @property
     def world(self) -> int:
         """Number of processes on all machines."""
         return self.devices * self.nodes
 
     @property
+    def readers(self) -> int:
+        """Number of groups of processes that read different examples; without ``sequence_parallel`` each has one."""
+        return self.world // self.sequence_parallel
+
+    @property
     def step_examples(self) -> int:
         """Examples per optimizer step on all devices."""
-        return self.batch * self.accumulate * self.world
+        return self.batch * self.accumulate * self.readers
 
 
 def rate(run: TrainConfig, step: int) -> float:

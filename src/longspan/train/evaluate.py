@@ -16,6 +16,7 @@ from ..models.checkpoint import is_sharded
 from ..models.decoder import Decoder
 from ..models.encoder import Encoder
 from ..models.seq2seq import Seq2Seq
+from .sequence import Rows
 
 
 def bits(model: Decoder, dataset: Dataset | Tokens, split: str, batch: int = 64, *, examples: int = 0) -> float:
@@ -53,16 +54,24 @@ def total(
     examples: int = 0,
     rank: int = 0,
     world: int = 1,
+    rows: Rows | None = None,
 ) -> Tensor:
-    """Negative log-likelihood in nats and number of tokens, (2,) float64, over the examples of ``rank``."""
+    """Negative log-likelihood in nats and number of tokens, (2,) float64, over the examples of ``rank``.
+
+    ``rows``: the processes that share each example, each of which counts its own tokens; None: this one alone.
+    """
+    rows = rows or Rows()
     indices = chosen_examples(dataset.count(split), examples, rank, world)
-    with _evaluating(model):
+    counted = 0
+    with _evaluating(model), rows.shared(model):
         nats = torch.zeros((), dtype=torch.float64, device=model.device)
         for part, own in _batches(indices, batch, dataset.count(split), examples, world, is_sharded(model)):
             tokens = dataset.take(split, part).to(model.device)
-            outputs, _ = model(model.shift(tokens))
-            nats -= model.likelihood.log_prob(outputs, tokens)[:own].double().sum()
-    return torch.tensor([nats.item(), len(indices) * dataset.length], dtype=torch.float64)
+            outputs, _ = model(rows.part(model.shift(tokens)))
+            targets = rows.part(tokens)
+            nats -= model.likelihood.log_prob(outputs, targets)[:own].double().sum()
+            counted += targets[:own].numel()
+    return torch.tensor([nats.item(), counted], dtype=torch.float64)
 
 
 @torch.no_grad()

@@ -31,6 +31,7 @@ from .learned import Diary, scalars, summary
 from .objectives import Objective
 from .place import KEPT, PLACE, placed
 from .report import EVERY, Bar, Clock, Table
+from .sequence import Rows, reader
 from .speed import flops_per_token, peak_of
 
 # Lightning 2.6 on torch 2.13; each is a regular expression for the beginning of a message.
@@ -77,8 +78,11 @@ class Task(LightningModule):
             shard_task(self, mesh["data_parallel"], self.trainer.strategy.root_device)
             self.sharded = True
 
+    def setup(self, stage: str) -> None:
+        self.objective.rows = Rows.of(self.run)
+
     def train_dataloader(self) -> Batches:
-        return Batches(self.objective, self.micro, self.global_rank, self.trainer.world_size)
+        return Batches(self.objective, self.micro, reader(self.run, self.global_rank), self.run.readers)
 
     def on_train_batch_start(self, batch: tuple[int, Any], batch_idx: int) -> None:
         torch.manual_seed(step_seed(self.run.seed, batch[0], self.global_rank))
@@ -122,7 +126,7 @@ class Task(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["longspan"] = {name: getattr(self, name) for name in KEPT}
-        checkpoint["longspan"][PLACE] = self.micro * self.run.batch * self.run.world
+        checkpoint["longspan"][PLACE] = self.micro * self.run.batch * self.run.readers
         if self.run.skip_nonfinite:
             checkpoint["skipped"] = [self.skipped, self.skipped_in_row]
         if self.average:
@@ -177,7 +181,7 @@ class Keeper(Callback):
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         run, step = self.run, trainer.global_step
-        self.clock = Clock(run.batch * run.accumulate * trainer.world_size * task.objective.tokens)
+        self.clock = Clock(run.step_examples * task.objective.tokens)
         peak = peak_of(run) * 1e12 * trainer.world_size
         # Share of the peak at one token per second; None where the peak is unknown.
         self.share = flops_per_token(task.model) / peak if peak and isinstance(task.model, Decoder) else None
@@ -258,11 +262,12 @@ class Keeper(Callback):
 
     def _evaluate(self, trainer: Trainer, task: Task) -> tuple[dict[str, float], bool]:
         """The metrics of the validation split, and whether its bits are the lowest so far."""
-        if task.sharded and not task.objective.even:
-            sums = task.objective.sums(task.model, "validation")
-        else:
-            share = task.objective.sums(task.model, "validation", trainer.global_rank, trainer.world_size)
-            sums = trainer.strategy.reduce(share.to(trainer.strategy.root_device), reduce_op="sum")
+        # The rest of a model in parts is with processes that would be done earlier.
+        together = task.sharded and not task.objective.even
+        part = (0, 1) if together else (reader(self.run, trainer.global_rank), self.run.readers)
+        sums = task.objective.sums(task.model, "validation", *part)
+        if not together or self.run.sequence_parallel > 1:
+            sums = trainer.strategy.reduce(sums.to(trainer.strategy.root_device), reduce_op="sum")
         evaluated = task.objective.figures(sums)
         improved = evaluated["bits"] < task.best
         task.evaluated = trainer.global_step

@@ -32,7 +32,12 @@ from .auxiliary import Auxiliary
 from .config import TrainConfig
 from .evaluate import classified, default_batch_size, evaluate_seq2seq, total
 from .learned import learned
+from .sequence import Rows
 from .tbptt import Carry
+
+
+# Fields of a run that only decoders support, with the values that turn them off.
+NEXT_TOKEN = (("stream", False), ("segments", False), ("intermediate", False), ("targets", 1), ("sequence_parallel", 1))
 
 
 class Loss(NamedTuple):
@@ -58,10 +63,12 @@ class Objective(nn.Module, ABC):
         self.run, self.dataset = run, dataset
         # Statistics of layers since the last step.
         self.statistics: dict[int, Any] = {}
+        # The engine replaces it once there are several processes.
+        self.rows = Rows()
 
     def prepare(self, model: Any) -> None:
         """Add modules that only this run trains. Raises ValueError for a field that is not supported."""
-        for name, usual in (("stream", False), ("segments", False), ("intermediate", False), ("targets", 1)):
+        for name, usual in NEXT_TOKEN:
             if getattr(self.run, name) != usual:
                 raise ValueError(f"{name}={getattr(self.run, name)} requires a decoder, which predicts the next token")
 
@@ -162,6 +169,10 @@ class NextToken(Objective):
 
     def prepare(self, model: Any) -> None:
         run = self.run
+        if run.sequence_parallel > 1:
+            from ..distributed.parallel import check
+
+            check(model)
         if run.intermediate or run.targets > 1:
             options: dict[str, Any] = {"intermediate": run.intermediate, "targets": run.targets}
             self.auxiliary = Auxiliary(model, **options, steps=run.steps, seed=run.seed)
@@ -175,7 +186,7 @@ class NextToken(Objective):
             self.auxiliary.listen()
         outputs, targets, segments = self.read(model, batch, record)
         likelihood = model.likelihood.log_prob(outputs, targets)  # (B,N)
-        loss = -likelihood.mean()
+        loss = self.rows.mean(-likelihood)
         if record:
             self.count(self.attentions(model), record["layers"])
         whole, more = loss, {}
@@ -186,8 +197,13 @@ class NextToken(Objective):
         return Loss(weighed.total, weighed.parts | more)
 
     def read(self, model: Decoder, batch: Any, record: dict | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run the model on a batch: outputs (B, N, size), targets (B, N), and their documents (None: one)."""
-        return model(model.shift(batch), record=record)[0], batch, None
+        """Run the model on a batch: outputs (B, N, size), targets (B, N), and their documents (None: one).
+
+        N is the length of this process's part of the rows.
+        """
+        inputs, targets = self.rows.part(model.shift(batch)), self.rows.part(batch)
+        with self.rows.shared(model):
+            return model(inputs, record=record)[0], targets, None
 
     def update(self, model: Decoder) -> None:
         super().update(model)
@@ -200,7 +216,7 @@ class NextToken(Objective):
     def sums(self, model: Decoder, split: str, rank: int = 0, world: int = 1) -> Tensor:
         data = self.dataset
         batch = default_batch_size(data.length, data.vocab)
-        return total(model, data, split, batch, self.run.evaluate_examples, rank, world)
+        return total(model, data, split, batch, self.run.evaluate_examples, rank, world, rows=self.rows)
 
     def figures(self, sums: Tensor) -> dict[str, float]:
         nats, tokens = sums.tolist()
@@ -223,13 +239,18 @@ class Segments(NextToken):
         return self.stream.take(self.order(self.stream.count, index, rank, world), fresh=True)
 
     def read(self, model: Decoder, batch: Any, record: dict | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        stretch = Stretch(*batch)
-        return model(stretch.inputs, segments=stretch.segments, record=record)[0], stretch.targets, stretch.segments
+        stretch, part = Stretch(*batch), self.rows.part
+        segments = None if stretch.segments is None else part(stretch.segments)
+        with self.rows.shared(model):
+            outputs = model(part(stretch.inputs), segments=segments, record=record)[0]
+        return outputs, part(stretch.targets), segments
 
     def sums(self, model: Decoder, split: str, rank: int = 0, world: int = 1) -> Tensor:
         data = self.dataset
         batch = default_batch_size(data.length, data.vocab)
-        return streaming_eval.apart(model, data, split, batch, self.run.evaluate_examples, rank, world)
+        return streaming_eval.apart(
+            model, data, split, batch, self.run.evaluate_examples, rank, world, shared=self.rows
+        )
 
 
 class Streams(NextToken):

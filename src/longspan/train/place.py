@@ -22,10 +22,10 @@ def placed(path: Path, training: dict[str, Any], run: TrainConfig) -> dict[str, 
         raise ValueError(f"{path} holds no training state; it cannot be resumed")
     before = checkpoint.read_config(path)["run"]
     taken = found.get(PLACE, found["micro"] * before["batch"] * before["devices"])
-    micro, rest = divmod(taken, run.batch * run.world)
+    micro, rest = divmod(taken, run.batch * run.readers)
     if rest:
         raise ValueError(
-            f"cannot resume {path}, which has read {taken} examples, with {run.batch * run.world} examples per "
+            f"cannot resume {path}, which has read {taken} examples, with {run.batch * run.readers} examples per "
             f"micro-batch: {taken} is not a multiple of it"
         )
     if micro != found["micro"]:

@@ -17,9 +17,9 @@ from .config import TrainConfig
 
 CONFIG, LOCK = "config.yaml", ".lock"
 # A resumed run may change these fields: they determine where and how long, not what.
-FREE = ("steps", "out", "seconds", "save_every", "keep", "logger", "peak_tflops")
+FREE = ("steps", "out", "seconds", "save_every", "keep", "logger", "peak_tflops", "async_checkpoints")
 # These may change as long as each step reads the same examples.
-SHARES = ("batch", "accumulate", "devices", "nodes")
+SHARES = ("batch", "accumulate", "devices", "nodes", "sequence_parallel")
 
 
 def begun(folder: str | Path) -> bool:
@@ -71,17 +71,17 @@ def adjusted(folder: Path, run: TrainConfig) -> TrainConfig:
     if run.stream or not begun(folder):
         return run
     before = _recipe(folder / CONFIG)["run"]
-    wanted = before["batch"] * before["accumulate"] * before["devices"] * before["nodes"]
+    wanted = _rows(before) * before["accumulate"]
     # The first process may have written its adjusted config by the time that the others read it.
     meant = launch.first() and run.accumulate != before["accumulate"]
     if run.step_examples == wanted or run.batch != before["batch"] or meant:
         return run
-    accumulate, rest = divmod(wanted, run.batch * run.world)
+    accumulate, rest = divmod(wanted, run.batch * run.readers)
     if rest:
-        share = "" if wanted % run.world else f"set run.batch to a divisor of {wanted // run.world}, or "
+        share = "" if wanted % run.readers else f"set run.batch to a divisor of {wanted // run.readers}, or "
         raise ValueError(
             f"cannot resume {folder} on {run.world} devices with run.batch={run.batch}: a step has {wanted} examples, "
-            f"which is not a multiple of {run.batch * run.world}; {share}choose another number of devices"
+            f"which is not a multiple of {run.batch * run.readers}; {share}choose another number of devices"
         )
     return replace(run, accumulate=accumulate)
 
@@ -162,8 +162,13 @@ def _corrupt(path: Path) -> ValueError:
 
 def _sharing(run: dict[str, Any]) -> tuple[int, ...]:
     """What ``SHARES`` must keep: the examples of a step; with streams the rows and the micro-batches of a step."""
-    rows = run["batch"] * run["devices"] * run["nodes"]
+    rows = _rows(run)
     return (rows, run["accumulate"]) if run["stream"] else (rows * run["accumulate"],)
+
+
+def _rows(run: dict[str, Any]) -> int:
+    """The examples of a micro-batch on all devices."""
+    return run["batch"] * (run["devices"] * run["nodes"] // run["sequence_parallel"])
 
 
 def _same(folder: Path, recipe: dict[str, Any]) -> None:

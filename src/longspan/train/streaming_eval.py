@@ -13,6 +13,7 @@ from ..models.decoder import Decoder
 from ..states.utils import select
 from . import tbptt
 from .evaluate import chosen_examples, default_batch_size
+from .sequence import Rows
 
 Track = Callable[[Iterable[Any], int, str], Iterable[Any]]
 
@@ -123,24 +124,29 @@ def apart(
     examples: int = 0,
     rank: int = 0,
     world: int = 1,
+    shared: Rows | None = None,
 ) -> Tensor:
     """Score the disjoint windows of a split independently, with the documents of a window kept apart.
 
     Each document of a window begins with the start token, as the window itself does.
 
+    ``shared``: the processes that share each window, each of which counts its own tokens; None: this one alone.
+
     Returns:
         Negative log-likelihood in nats and number of tokens, (2,) float64, over the windows of ``rank``.
     """
-    stream = Stream(dataset, split)
+    stream, shared, counted = Stream(dataset, split), shared or Rows(), 0
     indices = chosen_examples(stream.count, examples, rank, world)
     nats = torch.zeros((), dtype=torch.float64, device=model.device)
-    with _evaluating(model):
+    with _evaluating(model), shared.shared(model):
         for part in indices.split(batch):
             stretch = stream.take(part, fresh=True)
-            segments = None if stretch.segments is None else stretch.segments.to(model.device)
-            outputs, _ = model(stretch.inputs.to(model.device), segments=segments)
-            nats -= model.likelihood.log_prob(outputs, stretch.targets.to(model.device)).double().sum()
-    return torch.tensor([nats.item(), len(indices) * dataset.length], dtype=torch.float64)
+            segments = None if stretch.segments is None else shared.part(stretch.segments).to(model.device)
+            targets = shared.part(stretch.targets).to(model.device)
+            outputs, _ = model(shared.part(stretch.inputs).to(model.device), segments=segments)
+            nats -= model.likelihood.log_prob(outputs, targets).double().sum()
+            counted += targets.numel()
+    return torch.tensor([nats.item(), counted], dtype=torch.float64)
 
 
 def _stretches(stream: Stream, rows: int, examples: int) -> list[range]:
