@@ -1,7 +1,9 @@
 """Tiny runs for the tests; and one in a separate process, to be killed or started twice: ``python THIS_FILE JOB``.
 
 JOB is JSON: ``model`` and ``run`` (fields), ``resume``, ``pause`` (seconds before each micro-batch), ``record`` (a
-folder to which each rank writes the examples it took and its weights at the end), ``double`` (train in float64).
+folder to which each rank writes the examples it took and its weights at the end), ``double`` (train in float64), ``writing``
+(``step`` of a checkpoint in parts, and the ``seconds`` that each process then waits before it writes its part, or the
+``rank`` that fails to).
 """
 
 import json
@@ -13,7 +15,7 @@ from pathlib import Path
 import torch
 
 from longspan._utils import signals
-from longspan.models import checkpoint
+from longspan.models import checkpoint, shards
 from longspan.models.config import DecoderConfig
 from longspan.train import TrainConfig, fit, loop, objectives
 
@@ -56,11 +58,26 @@ def best_at(monkeypatch, step):
     monkeypatch.setattr(loop.Keeper, "_evaluate", scripted)
 
 
+def impede(step, seconds=0.0, rank=-1):
+    write = shards.FileSystemWriter.write_data
+
+    def impeded(self, *arguments):
+        if f"step-{step:08d}" in str(self.path):
+            time.sleep(seconds)
+            if os.environ.get("LOCAL_RANK", "0") == str(rank):
+                raise OSError(28, "No space left on device")
+        return write(self, *arguments)
+
+    shards.FileSystemWriter.write_data = impeded
+
+
 def main() -> None:
     torch.set_num_threads(1)
-    job = {"resume": False, "pause": 0.0, "record": "", "double": False} | json.loads(sys.argv[1])
+    job = {"resume": False, "pause": 0.0, "record": "", "double": False, "writing": {}} | json.loads(sys.argv[1])
     if job["double"]:
         torch.set_default_dtype(torch.float64)
+    if job["writing"]:
+        impede(**job["writing"])
     seed, order, train = loop.step_seed, objectives.batch_indices, loop.train
     taken: dict[int, list[int]] = {}
 

@@ -259,7 +259,7 @@ class TestRefused:
             fit(TINY, tiny(tmp_path), progress=False)
 
 
-def start(folder, *, resume=False, pause=0.0, dropout=0.1, model=None, double=False, **fields):
+def start(folder, *, resume=False, pause=0.0, dropout=0.1, model=None, double=False, writing=None, **fields):
     """A process that trains in ``folder``, in a separate process group, with its output in the files out and err."""
     folder.mkdir(exist_ok=True)
     job = {
@@ -268,6 +268,7 @@ def start(folder, *, resume=False, pause=0.0, dropout=0.1, model=None, double=Fa
         "resume": resume,
         "pause": pause,
         "double": double,
+        "writing": writing or {},
     }
     command = [
         sys.executable,

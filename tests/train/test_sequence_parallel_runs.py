@@ -9,6 +9,7 @@ import torch
 import yaml
 from test_resume import finish, start
 
+from longspan.models.config import EncoderConfig
 from longspan.train import fit
 from training_process import TINY, tiny
 
@@ -28,8 +29,9 @@ def trained(folder, attention=ATTENTION, **fields):
 
 
 def rows(folder):
+    names = ("step", "loss", "validation_bits", "gradient_norm")
     with (folder / "run" / "metrics.csv").open() as file:
-        return [{k: float(row[k]) for k in ("step", "loss", "validation_bits", "gradient_norm")} for row in csv.DictReader(file)]
+        return [{name: float(row[name]) for name in names} for row in csv.DictReader(file)]
 
 
 def check(found, wanted, limit=LIMIT):
@@ -50,5 +52,98 @@ def whole(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("whole"), batch=4)
 
 
+@pytest.mark.full
 def test_two_processes_equal_one(whole, tmp_path):
     check(trained(tmp_path, batch=4, devices=2, sequence_parallel=2), whole)
+
+
+# Four processes: two read two examples each, and each example has two parts.
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("attention", "fields"),
+    [
+        (ATTENTION, {"strategy": "ddp", "batch": 1, "accumulate": 2}),
+        ("infini(segment=5); softmax", {"strategy": "fsdp", "batch": 2}),
+    ],
+)
+def test_of_data_and_sequence(attention, fields, whole, tmp_path):
+    if attention != ATTENTION:
+        whole = trained(tmp_path / "whole", attention, batch=4)
+    check(trained(tmp_path / "four", attention, devices=4, sequence_parallel=2, **fields), whole)
+
+
+# 64 tokens in three parts, then two processes with whole rows, then one.
+@pytest.mark.full
+def test_resumed_with_other_processes_and_parts(whole, tmp_path):
+    trained(tmp_path, batch=4, devices=3, sequence_parallel=3, steps=2, schedule="constant")
+    taken = json.loads((tmp_path / "taken-2.json").read_text())
+    assert taken == json.loads((tmp_path / "taken-0.json").read_text())
+    trained(tmp_path, batch=1, devices=4, sequence_parallel=2, steps=4, schedule="constant", resume=True)
+    recipe = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["run"]
+    assert (recipe["accumulate"], recipe["sequence_parallel"]) == (2, 2)
+    trained(tmp_path, batch=4, steps=6, schedule="constant", resume=True)
+    alone = trained(tmp_path / "alone", batch=4, schedule="constant")
+    check(tmp_path, alone)
+
+
+# Documents of a folder, several in a window; one of them crosses the middle.
+@pytest.mark.full
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_documents_are_kept_apart(strategy, tmp_path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for i in range(200):
+        (texts / f"{i:03d}.txt").write_bytes(bytes((i * 7 + j * j) % 17 for j in range(5 + 3 * (i % 9))))
+    fields = {"data": f"text:{texts}", "length": 37, "segments": True, "model": None}
+    wide = model(ATTENTION) | {"vocab": 256, "length": 37}
+    found = []
+    for name, more in (("one", {"batch": 2}), ("two", {"batch": 2, "devices": 2, "sequence_parallel": 2})):
+        fields["model"] = wide
+        folder = tmp_path / name
+        finish(start(folder, **FIELDS | fields | more | ({"strategy": strategy} if name == "two" else {})), folder)
+        found.append(folder)
+    check(found[1], found[0])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"sequence_parallel": 3}, "sequence_parallel=3 must divide the number of processes, which is 4"),
+        ({"sequence_parallel": 0}, "sequence_parallel=0 must be at least 1"),
+        ({"sequence_parallel": 2, "stream": True}, "stream=True carries states from batch to batch"),
+        ({"sequence_parallel": 2, "intermediate": True}, "intermediate=True has losses of whole rows"),
+        ({"sequence_parallel": 2, "targets": 2}, "targets=2 predicts tokens that other processes have"),
+        ({"sequence_parallel": 2, "penalty": 0.1}, "penalty=0.1 weighs losses of whole rows"),
+        ({"sequence_parallel": 2, "compile": True}, "compile=True compiles blocks"),
+        ({"async_checkpoints": True}, "async_checkpoints=True requires strategy='fsdp', not 'auto'"),
+    ],
+)
+def test_fields_that_do_not_fit_are_refused(fields, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        tiny(tmp_path, devices=4, **fields)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields", "message"),
+    [
+        ({"attention": "sac"}, {}, r"sac.* has no exact form under sequence parallelism: it samples"),
+        ({"attention": "transformer_xl"}, {}, r"transformer_xl.* no gradient enters its memory"),
+        ({"stack": "act(steps=2)"}, {}, "act.* use another stack"),
+        ({"stack": "reversible"}, {}, "reversible.* recomputes blocks"),
+        ({}, {"devices": 65, "sequence_parallel": 65}, "65 processes cannot share examples of 64 tokens"),
+    ],
+)
+def test_models_that_do_not_fit_are_refused(changes, fields, message, tmp_path):
+    config = replace(TINY, **{"positions": "none"} | changes)
+    with pytest.raises(ValueError, match=message):
+        fit(config, tiny(tmp_path, **{"devices": 2, "sequence_parallel": 2} | fields), progress=False)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_encoder_has_no_next_token(tmp_path):
+    (tmp_path / "texts.tsv").write_text("label\ttext\n" + "".join(f"{i % 2}\ttext {i}\n" for i in range(50)))
+    config = EncoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=256, outputs=2, labels="0 1", pool="mean")
+    run = tiny(tmp_path, data=f"labels:{tmp_path / 'texts.tsv'}", devices=2, sequence_parallel=2)
+    with pytest.raises(ValueError, match="sequence_parallel=2 requires a decoder"):
+        fit(config, run, progress=False)
+    assert not (tmp_path / "run").exists()

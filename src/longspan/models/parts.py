@@ -3,7 +3,8 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -38,36 +39,146 @@ def save(
     Raises:
         ValueError: In all processes, if the folder cannot be written, or for NaN weights.
     """
-    folder, header, first = checkpoint.place_of(folder), checkpoint.checked_header(model, extra), dist.get_rank() == 0
     with contextlib.ExitStack() as stack:
-        made = ["", ""]
-        if first:
-            try:
-                checkpoint.refuse_foreign(folder)
-                folder.parent.mkdir(parents=True, exist_ok=True)
-                made[0] = str(stack.enter_context(atomic_io.new_folder(folder)))
-            except (OSError, ValueError) as error:
-                made[1] = str(error)
-        temporary = Path(_shared(made)[0])
-        own = {name: (t.to_local() if isinstance(t, DTensor) else t) for name, t in tensors.items()}
+        target, temporary, header = _begin(stack, model, tensors, folder, extra)
         problem = ""
         try:
-            checkpoint.refuse_nan("the model", {name: t for name, t in own.items() if name.startswith("model.")})
-        except ValueError as error:
-            problem = str(error)
-        _agreed(problem)
-        try:
             shards.write(tensors, temporary)
-            if first:
-                checkpoint.write_training(dict(training), temporary / TRAINING)
-                if text := getattr(model, "tokenizer", ""):
-                    (temporary / checkpoint.TOKENIZER).write_text(text, encoding="utf-8")
-                sealed_dir.seal(temporary, header)
-                sealed_dir.swap(temporary, folder)
+            if dist.get_rank() == 0:
+                _write_rest(model, temporary, training)
+                _complete(temporary, target, header)
         except (OSError, ValueError) as error:
-            problem = f"cannot write the checkpoint {folder}: {checkpoint.first_line(error)}"
+            problem = _unwritten(target, error)
         # No process goes on before the checkpoint is complete.
         _agreed(problem)
+
+
+class Saving:
+    """A checkpoint in parts that the processes write in the background; see :func:`save_async`."""
+
+    def __init__(self, work: Future[str]):
+        self.work = work
+
+    def problem(self) -> str:
+        """Wait for this process's thread, and return its error; "" for none."""
+        return self.work.result()
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is complete; all processes call this together.
+
+        Raises:
+            ValueError: In all processes, if one of them could not write its part.
+        """
+        _agreed(self.problem())
+
+
+def save_async(
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    folder: str | os.PathLike,
+    *,
+    training: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    group: dist.ProcessGroup,
+    done: Callable[[], None],
+) -> Saving:
+    """As :func:`save`, but return as soon as all tensors have been copied to CPU memory.
+
+    The folder appears after all processes have written their parts. The next call must come after ``wait``.
+
+    Args:
+        model: As for :func:`save`.
+        tensors: As for :func:`save`; they may change after the call.
+        folder: As for :func:`save`.
+        training: As for :func:`save`; it is written at once.
+        extra: As for :func:`save`.
+        group: All processes, on the CPU, in a group that nothing else uses.
+        done: What the first process does in its thread after the checkpoint is complete.
+
+    Returns:
+        The :class:`Saving`, whose ``wait`` raises the errors of the writing.
+
+    Raises:
+        ValueError: In all processes, if the folder cannot be made, or for NaN weights.
+    """
+    first = dist.get_rank() == 0
+    with contextlib.ExitStack() as stack:
+        target, temporary, header = _begin(stack, model, tensors, folder, extra)
+        early = ""
+        try:
+            if first:
+                _write_rest(model, temporary, training)
+        except (OSError, ValueError) as error:
+            early = _unwritten(target, error)
+        written = shards.write_async(tensors, temporary, group)
+        # The temporary folder is locked, and removed after an error, until the thread ends.
+        held = stack.pop_all()
+
+    def finish() -> str:
+        with held:
+            try:
+                written()
+                if early:
+                    return early
+                if first:
+                    _complete(temporary, target, header)
+                    done()
+            # Not only the errors of files: whatever it is, `wait` raises it.
+            except Exception as error:
+                return _unwritten(target, error)
+            return ""
+
+    thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+    work = thread.submit(finish)
+    thread.shutdown(wait=False)
+    return Saving(work)
+
+
+def _begin(
+    stack: contextlib.ExitStack,
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    folder: str | os.PathLike,
+    extra: Mapping[str, Any],
+) -> tuple[Path, Path, dict[str, Any]]:
+    """Make a temporary folder, which ``stack`` removes -> the final folder, the temporary one, and the header.
+
+    Raises ValueError in all processes.
+    """
+    target, header = checkpoint.place_of(folder), checkpoint.checked_header(model, extra)
+    made = ["", ""]
+    if dist.get_rank() == 0:
+        try:
+            checkpoint.refuse_foreign(target)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            made[0] = str(stack.enter_context(atomic_io.new_folder(target)))
+        except (OSError, ValueError) as error:
+            made[1] = str(error)
+    temporary = Path(_shared(made)[0])
+    own = {name: (t.to_local() if isinstance(t, DTensor) else t) for name, t in tensors.items()}
+    problem = ""
+    try:
+        checkpoint.refuse_nan("the model", {name: t for name, t in own.items() if name.startswith("model.")})
+    except ValueError as error:
+        problem = str(error)
+    _agreed(problem)
+    return target, temporary, header
+
+
+def _write_rest(model: nn.Module, temporary: Path, training: Mapping[str, Any]) -> None:
+    """Write what only the first process has."""
+    checkpoint.write_training(dict(training), temporary / TRAINING)
+    if text := getattr(model, "tokenizer", ""):
+        (temporary / checkpoint.TOKENIZER).write_text(text, encoding="utf-8")
+
+
+def _complete(temporary: Path, target: Path, header: dict[str, Any]) -> None:
+    sealed_dir.seal(temporary, header)
+    sealed_dir.swap(temporary, target)
+
+
+def _unwritten(target: Path, error: Exception) -> str:
+    return f"cannot write the checkpoint {target}: {checkpoint.first_line(error)}"
 
 
 def _shared(values: list[str]) -> list[str]:

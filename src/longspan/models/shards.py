@@ -8,17 +8,18 @@ import contextlib
 import hashlib
 import pickle
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 INDEX = ".metadata"
 # The modules whose classes describe tensors; torch itself has sizes and dtypes.
@@ -60,6 +61,21 @@ def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
     """Write tensors, sharded or not, into a folder; all processes call this together."""
     with _plain_errors("cannot write", folder):
         save(dict(tensors), storage_writer=FileSystemWriter(folder))
+
+
+def write_async(tensors: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup) -> Callable[[], None]:
+    """Copy tensors to CPU memory, and write the copies in a thread; all processes call this together.
+
+    ``group``: all processes, on the CPU. The result waits for this process's thread, and raises its error. In the
+    first process it returns after all processes have written their files.
+    """
+    written = async_save(dict(tensors), storage_writer=FileSystemWriter(folder), process_group=group)
+
+    def wait() -> None:
+        with _plain_errors("cannot write", folder):
+            written.result()
+
+    return wait
 
 
 def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:

@@ -141,6 +141,9 @@ class Task(LightningModule):
             self.average.values = checkpoint[ENTRY]
 
     def broken(self, what: str) -> str:
+        """The message of an error that ends the training in all processes."""
+        if self.run.async_checkpoints and (problem := self.trainer.strategy.settle()):
+            what = f"{problem}; {what}"
         return (
             f"{what} at step {self.trainer.global_step}; {runs.kept(Path(self.run.out))}; "
             "a lower learning_rate, clip or precision=32 may help"
@@ -232,7 +235,7 @@ class Keeper(Callback):
         if step % EVERY == 0 or evaluated is not None:
             self._report(trainer, task, speed, evaluated, improved)
         if last or pressed or late or improved or step % run.save_every == 0:
-            self._save(trainer, step, improved)
+            self._save(trainer, step, improved, final=last or pressed or late)
         if pressed or (late and not last):
             self.stopped = "interrupted" if pressed else "out of time"
             trainer.should_stop = True
@@ -306,14 +309,22 @@ class Keeper(Callback):
             own += f", penalty {parts['penalty']:.4g}" if "penalty" in parts else ""
             self.bar.line(f"step {step}: {train}{own}{star}")
 
-    def _save(self, trainer: Trainer, step: int, improved: bool) -> None:
-        try:
-            trainer.save_checkpoint(self.folder / _name(step))
-        except ValueError as error:
-            raise ValueError(f"{error}; {runs.kept(Path(self.run.out))}") from error
-        if trainer.is_global_zero:
+    def _save(self, trainer: Trainer, step: int, improved: bool, final: bool = False) -> None:
+        def complete() -> None:
             self._point(step if improved else 0, step)
             self._prune()
+
+        strategy: Any = trainer.strategy
+        try:
+            if self.run.async_checkpoints:
+                strategy.after_save = complete
+            trainer.save_checkpoint(self.folder / _name(step))
+            if self.run.async_checkpoints and final:
+                strategy.finish()
+        except ValueError as error:
+            raise ValueError(f"{error}; {runs.kept(Path(self.run.out))}") from error
+        if trainer.is_global_zero and not self.run.async_checkpoints:
+            complete()
 
     def _point(self, best: int, last: int) -> None:
         """Point ``best`` and ``last`` to the checkpoints of these steps; step 0 changes nothing."""

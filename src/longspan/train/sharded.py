@@ -1,6 +1,6 @@
 """Training with weights, gradients and optimizer states in parts, one for each process (FSDP2)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,10 @@ class ShardedStrategy(ModelParallelStrategy):
     def __init__(self, model: nn.Module, run: TrainConfig, extra: Mapping[str, Any], backend: str):
         super().__init__(data_parallel_size=run.world, tensor_parallel_size=1, process_group_backend=backend)
         self.wanted, self.run, self.extra = model, run, dict(extra)
+        self.after_save: Callable[[], None] = lambda: None
+        """what the first process does once the next checkpoint is complete, if it is written in the background"""
+        self._saving: parts.Saving | None = None
+        self._group: Any = None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights and buffers, each process with its part."""
@@ -106,14 +110,37 @@ class ShardedStrategy(ModelParallelStrategy):
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint in parts."""
+        """Write a checkpoint in parts, or begin to, after the one before is complete."""
+        self.finish()
         training = {name: value for name, value in checkpoint.items() if name not in IN_PARTS}
         state = checkpoint["state_dict"]
         training["plain"] = {name: value for name, value in state.items() if not isinstance(value, Tensor)}
         states, plain = self._optimizer()
         training["optimizer"] = plain
         extra = self.extra | {"step": checkpoint["global_step"]}
-        parts.save(self.wanted, self._tensors() | states, Path(filepath), training=training, extra=extra)
+        tensors, given = self._tensors() | states, {"training": training, "extra": extra}
+        if not self.run.async_checkpoints:
+            parts.save(self.wanted, tensors, Path(filepath), **given)
+            return
+        # The processes agree on the CPU, and beside the training's exchanges.
+        self._group = self._group or dist.new_group(backend="gloo")
+        given |= {"group": self._group, "done": self.after_save}
+        self._saving = parts.save_async(self.wanted, tensors, Path(filepath), **given)
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written; all processes call this together.
+
+        Raises:
+            ValueError: In all processes, if it could not be written.
+        """
+        saving, self._saving = self._saving, None
+        if saving:
+            saving.wait()
+
+    def settle(self) -> str:
+        """Wait for this process's part of the checkpoint that is being written, and return its error; "" for none."""
+        saving, self._saving = self._saving, None
+        return saving.problem() if saving else ""
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Fill the weights and the optimizer from a checkpoint in parts."""
