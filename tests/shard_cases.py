@@ -1,6 +1,8 @@
 """What every rank of the tests of sequence parallelism runs: whole rows in one process, and their shards."""
 
 import collections
+import contextlib
+import copy
 import warnings
 
 import torch
@@ -15,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import longspan
 from longspan.distributed import mean_over_ranks, sequence_parallel, shard, shard_inputs
+from longspan.distributed import shards as exchange
 from longspan.distributed.collectives import gather
 
 BATCH, HEADS, DIM = 2, 2, 16
@@ -97,6 +100,60 @@ def decoder(**options):
 
 def row(n, batch=BATCH, seed=1):
     return torch.randint(11, (batch, n), generator=torch.Generator().manual_seed(seed))
+
+
+def half_errors(group, spec, how, n):
+    """Return how far bfloat16 is from float64, with shards of n tokens and in one process, and the dtypes exchanged.
+
+    The errors are root sums of squares: of the log-likelihoods, and of the gradients of the weights.
+    """
+    rank, size, sent = dist.get_rank(group), dist.get_world_size(group), set()
+    exact = decoder(attention=spec)
+    tokens = row(n * size)
+
+    def run(model, inputs, targets):
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "autocast" and model is not exact):
+            outputs, _ = model(inputs)
+        nll = -model.likelihood.log_prob(outputs, targets)
+        (nll.sum() / tokens.numel()).backward()
+        return nll.detach().double(), [p.grad.double() for p in model.parameters()]
+
+    def half():
+        return copy.deepcopy(exact).to(torch.bfloat16 if how == "weights" else torch.float32)
+
+    def off(pairs):
+        return sum(float((a - b).square().sum()) for a, b in pairs) ** 0.5
+
+    wide, alone, spread = exact, half(), half()
+    if how == "weights":  # the rounding of the weights themselves is no error
+        exact.load_state_dict({name: t.double() for name, t in alone.state_dict().items()})
+    nll, grads = run(wide, wide.shift(tokens), tokens)
+    one, own = run(alone, alone.shift(tokens), tokens)
+    with sequence_parallel(spread, group), recorded(sent):
+        found, parts = run(spread, *shard_inputs(spread, tokens, group))
+    for grad in parts:
+        dist.all_reduce(grad, group=group)
+    every = [torch.empty_like(found) for _ in range(size)]
+    dist.all_gather(every, found, group=group)
+    shards, whole = [
+        (off([(a, nll)]), off(zip(b, grads, strict=True))) for a, b in ((torch.cat(every, 1), parts), (one, own))
+    ]
+    return shards, whole, sorted(map(str, sent))
+
+
+@contextlib.contextmanager
+def recorded(sent):
+    """Add the dtypes of all tensors that layers exchange to a set."""
+    made = exchange.gather, exchange.from_before
+
+    def kept(function):
+        return lambda x, *rest: (sent.add(x.dtype), function(x, *rest))[1]
+
+    exchange.gather, exchange.from_before = map(kept, made)
+    try:
+        yield
+    finally:
+        exchange.gather, exchange.from_before = made
 
 
 def weight_gaps(model, wanted):

@@ -154,6 +154,17 @@ def test_a_mesh_of_data_and_sequence(run_four, kind, spec):
     assert max(run_four(4, shard_cases.mesh_gaps, kind, 2, 2, attention=spec)) < LIMIT
 
 
+# Delta rule and convolutions, decays, sums, sums with a peak.
+@pytest.mark.parametrize("how", ["weights", "autocast"])
+@pytest.mark.parametrize("spec", ["gated_deltanet", "kda", "gla", "ssd", "retention", "linear", "performer"])
+def test_bfloat16_exchanges_states_in_32_bits(run, spec, how):
+    shards, whole, sent = run(3, shard_cases.half_errors, spec, how, 41)[0]
+    assert sent == ["torch.float32"]
+    # Sums are rounded in another order.
+    for error, other in zip(shards, whole, strict=True):
+        assert error <= 1.2 * other
+
+
 def test_a_prefill_is_continued(run):
     assert max(run(3, shard_cases.sampled, [4, 6, 3])) < LIMIT
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -52,9 +53,17 @@ def whole(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("whole"), batch=4)
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """The run of two processes that share each example."""
+    return trained(tmp_path_factory.mktemp("shared"), batch=2, accumulate=2, devices=2, sequence_parallel=2)
+
+
 @pytest.mark.full
-def test_two_processes_equal_one(whole, tmp_path):
-    check(trained(tmp_path, batch=4, devices=2, sequence_parallel=2), whole)
+def test_two_processes_equal_one(whole, shared):
+    check(shared, whole)
+    taken = [json.loads((shared / f"taken-{rank}.json").read_text()) for rank in range(2)]
+    assert taken[0] == taken[1]
 
 
 # Four processes: two read two examples each, and each example has two parts.
@@ -72,18 +81,18 @@ def test_of_data_and_sequence(attention, fields, whole, tmp_path):
     check(trained(tmp_path / "four", attention, devices=4, sequence_parallel=2, **fields), whole)
 
 
-# 64 tokens in three parts, then two processes with whole rows, then one.
+# 64 tokens in three parts; and other examples for each process. The number of micro-batches follows.
 @pytest.mark.full
-def test_resumed_with_other_processes_and_parts(whole, tmp_path):
-    trained(tmp_path, batch=4, devices=3, sequence_parallel=3, steps=2, schedule="constant")
-    taken = json.loads((tmp_path / "taken-2.json").read_text())
-    assert taken == json.loads((tmp_path / "taken-0.json").read_text())
-    trained(tmp_path, batch=1, devices=4, sequence_parallel=2, steps=4, schedule="constant", resume=True)
+@pytest.mark.parametrize(("devices", "parts", "accumulate"), [(3, 3, 2), (2, 1, 1)])
+def test_resumed_with_other_processes_and_parts(devices, parts, accumulate, whole, shared, tmp_path):
+    at = shutil.copytree(shared / "run", tmp_path / "run") / "checkpoints"
+    for name in ("best", "last"):
+        (at / name).write_text("step-00000003\n")
+    shutil.rmtree(at / "step-00000006")
+    trained(tmp_path, batch=2, accumulate=2, devices=devices, sequence_parallel=parts, resume=True)
+    check(tmp_path, whole)
     recipe = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["run"]
-    assert (recipe["accumulate"], recipe["sequence_parallel"]) == (2, 2)
-    trained(tmp_path, batch=4, steps=6, schedule="constant", resume=True)
-    alone = trained(tmp_path / "alone", batch=4, schedule="constant")
-    check(tmp_path, alone)
+    assert (recipe["accumulate"], recipe["sequence_parallel"]) == (accumulate, parts)
 
 
 # Documents of a folder, several in a window; one of them crosses the middle.
