@@ -107,7 +107,7 @@ def half_errors(group, spec, how, n):
 
     The errors are root sums of squares: of the log-likelihoods, and of the gradients of the weights.
     """
-    rank, size, sent = dist.get_rank(group), dist.get_world_size(group), set()
+    size, sent = dist.get_world_size(group), set()
     exact = decoder(attention=spec)
     tokens = row(n * size)
 

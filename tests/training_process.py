@@ -1,9 +1,9 @@
 """Tiny runs for the tests; and one in a separate process, to be killed or started twice: ``python THIS_FILE JOB``.
 
 JOB is JSON: ``model`` and ``run`` (fields), ``resume``, ``pause`` (seconds before each micro-batch), ``record`` (a
-folder to which each rank writes the examples it took and its weights at the end), ``double`` (train in float64), ``writing``
-(``step`` of a checkpoint in parts, and the ``seconds`` that each process then waits before it writes its part, or the
-``rank`` that fails to).
+folder to which each rank writes the examples it took and its weights at the end), ``double`` (train in float64), and
+``writing`` (``step`` of a checkpoint in parts, and the ``seconds`` that each process then waits before it writes its
+part, or the ``rank`` that fails to).
 """
 
 import json

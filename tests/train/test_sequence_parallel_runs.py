@@ -2,7 +2,10 @@
 
 import csv
 import json
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -10,12 +13,13 @@ import torch
 import yaml
 from test_resume import finish, start
 
+import longspan
 from longspan.models.config import EncoderConfig
 from longspan.train import fit
 from training_process import TINY, tiny
 
 # 64 tokens; clipped in every step.
-FIELDS = {"dropout": 0.0, "double": True, "steps": 6, "evaluate_every": 2, "save_every": 3, "clip": 0.05, "keep": 9}
+FIELDS = {"dropout": 0.0, "double": True, "steps": 6, "evaluate_every": 2, "save_every": 2, "clip": 0.05, "keep": 9}
 ATTENTION = "gated_deltanet; local(window=9)"
 LIMIT = 1e-10
 
@@ -87,8 +91,9 @@ def test_of_data_and_sequence(attention, fields, whole, tmp_path):
 def test_resumed_with_other_processes_and_parts(devices, parts, accumulate, whole, shared, tmp_path):
     at = shutil.copytree(shared / "run", tmp_path / "run") / "checkpoints"
     for name in ("best", "last"):
-        (at / name).write_text("step-00000003\n")
-    shutil.rmtree(at / "step-00000006")
+        (at / name).write_text("step-00000002\n")
+    for name in ("step-00000004", "step-00000006"):
+        shutil.rmtree(at / name)
     trained(tmp_path, batch=2, accumulate=2, devices=devices, sequence_parallel=parts, resume=True)
     check(tmp_path, whole)
     recipe = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["run"]
@@ -150,9 +155,37 @@ def test_models_that_do_not_fit_are_refused(changes, fields, message, tmp_path):
 
 
 def test_an_encoder_has_no_next_token(tmp_path):
-    (tmp_path / "texts.tsv").write_text("label\ttext\n" + "".join(f"{i % 2}\ttext {i}\n" for i in range(50)))
+    (tmp_path / "texts.tsv").write_text("label\ttext\n" + "".join(f"{i % 2}\ttext {i}\n" for i in range(400)))
     config = EncoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=256, outputs=2, labels="0 1", pool="mean")
     run = tiny(tmp_path, data=f"labels:{tmp_path / 'texts.tsv'}", devices=2, sequence_parallel=2)
     with pytest.raises(ValueError, match="sequence_parallel=2 requires a decoder"):
         fit(config, run, progress=False)
     assert not (tmp_path / "run").exists()
+
+
+# In float32, by the command line: parts of the weights; parts of the weights and of the examples.
+@pytest.mark.full
+def test_torchrun_gives_the_losses_of_one_process(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} squared is {i * i}\n" for i in range(3000)))
+    words = [f"--run.data=text:{text}", "--run.length=48", "--run.steps=20", "--run.evaluate_every=5"]
+    words += ["--run.evaluate_examples=8", "--run.save_every=10", "--model.dim=16", "--model.depth=2"]
+    words += ["--model.heads=2", "--model.feedforward=32", "--model.attention=gated_deltanet", "--model.positions=none"]
+    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    fsdp, found = ["--run.devices=2", "--run.strategy=fsdp", "--run.async_checkpoints=true"], []
+    for name, begin, more in (
+        ("one", [], ["--run.batch=4"]),
+        ("fsdp", torchrun, ["--run.batch=2", *fsdp]),
+        ("sequence", torchrun, ["--run.batch=4", "--run.sequence_parallel=2", *fsdp]),
+    ):
+        command = [sys.executable, "-m", *begin, "longspan", "train", *words, *more, f"--run.out={tmp_path / name}/run"]
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert done.returncode == 0, done.stderr
+        found.append(rows(tmp_path / name))
+        model = longspan.load(tmp_path / name / "run")
+        assert longspan.generate(model, torch.zeros(1, 3, dtype=torch.long), max_new_tokens=4).shape == (1, 4)
+    assert [row["step"] for row in found[0]] == [5, 10, 15, 20]
+    assert found[0][-1]["loss"] < 0.9 * found[0][0]["loss"]
+    for other in found[1:]:
+        for one, two in zip(other, found[0], strict=True):
+            assert one == pytest.approx(two, rel=1e-4)

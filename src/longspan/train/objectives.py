@@ -35,7 +35,6 @@ from .learned import learned
 from .sequence import Rows
 from .tbptt import Carry
 
-
 # Fields of a run that only decoders support, with the values that turn them off.
 NEXT_TOKEN = (("stream", False), ("segments", False), ("intermediate", False), ("targets", 1), ("sequence_parallel", 1))
 

@@ -118,14 +118,21 @@ class ShardedStrategy(ModelParallelStrategy):
         states, plain = self._optimizer()
         training["optimizer"] = plain
         extra = self.extra | {"step": checkpoint["global_step"]}
-        tensors, given = self._tensors() | states, {"training": training, "extra": extra}
+        tensors, place = self._tensors() | states, Path(filepath)
         if not self.run.async_checkpoints:
-            parts.save(self.wanted, tensors, Path(filepath), **given)
+            parts.save(self.wanted, tensors, place, training=training, extra=extra)
             return
         # The processes agree on the CPU, and beside the training's exchanges.
         self._group = self._group or dist.new_group(backend="gloo")
-        given |= {"group": self._group, "done": self.after_save}
-        self._saving = parts.save_async(self.wanted, tensors, Path(filepath), **given)
+        self._saving = parts.save_async(
+            self.wanted,
+            tensors,
+            place,
+            training=training,
+            extra=extra,
+            group=self._group,
+            done=self.after_save,
+        )
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written; all processes call this together.
