@@ -168,7 +168,13 @@ def test_an_encoder_has_no_next_token(tmp_path):
 def test_torchrun_gives_the_losses_of_one_process(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} squared is {i * i}\n" for i in range(3000)))
-    words = [f"--run.data=text:{text}", "--run.length=48", "--run.steps=20", "--run.evaluate_every=5"]
+    words = [
+        f"--run.data=text:{text}",
+        "--run.length=48",
+        "--run.steps=20",
+        "--run.evaluate_every=5",
+        "--run.learning_rate=0.01",
+    ]
     words += ["--run.evaluate_examples=8", "--run.save_every=10", "--model.dim=16", "--model.depth=2"]
     words += ["--model.heads=2", "--model.feedforward=32", "--model.attention=gated_deltanet", "--model.positions=none"]
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]

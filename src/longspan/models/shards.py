@@ -69,7 +69,8 @@ def write_async(tensors: Mapping[str, Tensor], folder: Path, group: dist.Process
     ``group``: all processes, on the CPU. The result waits for this process's thread, and raises its error. In the
     first process it returns after all processes have written their files.
     """
-    written = async_save(dict(tensors), storage_writer=FileSystemWriter(folder), process_group=group)
+    # A future: the writer has copied the tensors when the call returns.
+    written: Any = async_save(dict(tensors), storage_writer=FileSystemWriter(folder), process_group=group)
 
     def wait() -> None:
         with _plain_errors("cannot write", folder):

@@ -142,7 +142,8 @@ class Task(LightningModule):
 
     def broken(self, what: str) -> str:
         """The message of an error that ends the training in all processes."""
-        if self.run.async_checkpoints and (problem := self.trainer.strategy.settle()):
+        strategy: Any = self.trainer.strategy
+        if self.run.async_checkpoints and (problem := strategy.settle()):
             what = f"{problem}; {what}"
         return (
             f"{what} at step {self.trainer.global_step}; {runs.kept(Path(self.run.out))}; "
