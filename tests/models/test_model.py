@@ -62,7 +62,8 @@ def test_specs_are_tiled_over_the_depth():
 
 def test_tied_embeddings_are_one_matrix():
     model = decoder(tied=True)
-    assert not hasattr(model, "head")
+    assert not any(name.startswith("head") for name in model.state_dict())
+    assert model.head.weight is model.embedding.tokens.weight
     torch.testing.assert_close(model(TOKENS)[0].shape, torch.Size([2, 13, 7]))
     hidden = model.stack(model.embedding(TOKENS)[0])[0]
     torch.testing.assert_close(model(TOKENS)[0], hidden @ model.embedding.tokens.weight[:7].T)

@@ -12,7 +12,7 @@ from .. import ops
 from ..attention.linear import Linear, LinearRotaryState, LinearState
 from ..attention.softmax import Softmax
 from ..models.decoder import Decoder, DecoderState
-from ..models.embedding import Embedding, check_tokens
+from ..models.embedding import Embedding, TiedHead, check_tokens
 from ..models.stacks import Stack
 from ..models.stacks.block import Block
 from ..models.stacks.gates import Add
@@ -207,6 +207,7 @@ class Engine:
 PLAIN = (
     Decoder,
     Embedding,
+    TiedHead,
     Stack,
     Plain,
     Block,

@@ -1,6 +1,6 @@
 """The decoder: predicts tokens, in parallel or one by one."""
 
-from typing import NamedTuple, Never
+from typing import NamedTuple, Never, cast
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .._utils.aliases import refuse
 from . import likelihood
 from .config import DecoderConfig
-from .embedding import Embedding, check_position, check_tokens, initialize, reset_parameters
+from .embedding import Embedding, TiedHead, check_position, check_tokens, initialize, reset_parameters
 from .stacks import Stack, check_fits_in_memory
 
 
@@ -51,8 +51,9 @@ class Decoder(nn.Module):
         self.likelihood = likelihood.build(config.likelihood, config.vocab)
         self.embedding = Embedding(config.vocab + 1, config)
         self.stack = Stack(config, positions=config.positions)
-        if not config.tied:
-            self.head = nn.Linear(config.dim, self.likelihood.size)
+        # Always an nn.Embedding here; for vectors it would be an nn.Identity.
+        tokens = cast(nn.Embedding, self.embedding.tokens)
+        self.head = TiedHead(tokens) if config.tied else nn.Linear(config.dim, self.likelihood.size)
         initialize(self, config.depth)
 
     def reset_parameters(self) -> None:
@@ -119,6 +120,4 @@ class Decoder(nn.Module):
             check_position(position, tokens)
         x, end = self.embedding(tokens, position, mask=mask, segments=segments)
         x, layers = self.stack(x, layers, mask=mask, segments=segments, prefix=prefix, record=record, donate=donate)
-        # Always an nn.Embedding here; for vectors it would be an nn.Identity without a weight.
-        outputs = F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # pyright: ignore[reportIndexIssue] (a Parameter)
-        return outputs, None if layers is None else DecoderState(end, layers)
+        return self.head(x), None if layers is None else DecoderState(end, layers)

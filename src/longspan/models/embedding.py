@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..attention import Attention
@@ -45,6 +46,28 @@ class Embedding(nn.Module):
             kind = self.positions
             x = x + sinusoid(at, x.shape[-1], x.dtype, layout=kind.layout, base=kind.base)
         return self.dropout(x), end
+
+
+class TiedHead(nn.Module):
+    """Output layer with the weights of the token embedding, without the start token, its last row.
+
+    It is a module because tools that shard modules (FSDP2) gather the weights before a module's forward. It has no
+    parameters of its own, so state dicts contain the weights once.
+    """
+
+    def __init__(self, tokens: nn.Embedding):
+        super().__init__()
+        # In a tuple, which nn.Module does not register as a submodule.
+        self._tokens = (tokens,)
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The weight (tokens, dim) of the token embedding."""
+        return self._tokens[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B,N,dim) -> (B,N,tokens-1)."""
+        return F.linear(x, self.weight[:-1])
 
 
 def check_tokens(tokens: Tensor, highest: int, mask: Tensor | None, segments: Tensor | None = None) -> None:

@@ -16,12 +16,14 @@ from ...models.likelihood import Categorical
 from .byte_tokens import tokenizer_of
 from .cache import NAME, LongspanCache
 from .config import LongspanConfig
-from .loading import StrictLoading
+from .loading import StrictLoading, shift_smoothed_labels
 from .tokens import read
 
 # Additional arguments that callers pass: for the loss, and for packed rows, which position_ids describe too.
 _LOSS = ("num_items_in_batch", "shift_labels")
 _PACKED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# Options of gradient checkpointing: the values that the stack implements.
+_CHECKPOINTING = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
 IGNORED = -100
 
 
@@ -29,15 +31,15 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
     """A ``longspan.Decoder`` with the interface of transformers; ``model.decoder`` is the decoder.
 
     A decoder's sequences begin with its start token, number ``vocab_size``. Where the given tokens lack it, the model
-    inserts it and returns no logits for it, so ``logits[:, t]`` predict the token after ``input_ids[:, t]``. For a loss
-    that counts the first token too, begin ``input_ids`` and ``labels`` with the start token, which is
-    ``generation_config.bos_token_id``.
+    inserts it and returns no logits for it, so ``logits[:, t]`` predict the token after ``input_ids[:, t]``. The loss does
+    not count the first token of a sequence, also after padding and in packed rows. To count it, begin ``input_ids`` and
+    ``labels`` with the start token, which is ``generation_config.bos_token_id``.
 
     Padding (``attention_mask``) may be on either side. ``position_ids`` only mark where packed sequences begin: where
     they return to the smallest number of their row, which may differ from 0 (``position_ids_start`` of
     ``DataCollatorWithFlattening``). Learned and sinusoidal positions do not depend on them: the decoder counts from the
-    start of each sequence. For a likelihood that is not categorical, logits are the logarithms of its probabilities.
-    Auxiliary losses of mechanisms (``penalty``) are not part of the loss.
+    start of each sequence. For a likelihood that is not categorical, logits are the logarithms of its
+    probabilities. Auxiliary losses of mechanisms (``penalty``) are not part of the loss.
 
     Args:
         config: the config of the model.
@@ -170,12 +172,15 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
         if cache is None and use_cache:
             cache = LongspanCache()
         mask = self._mask(attention_mask, input_ids)
-        logits = self._logits(self._outputs(input_ids, mask, position_ids, cache))
+        outputs, begins = self._outputs(input_ids, mask, position_ids, cache)
+        logits = self._logits(outputs)
         loss = None
         if labels is not None:
-            # The start token is not a target, because no token precedes it.
-            labels = labels.masked_fill(labels == self.decoder.start, IGNORED)
+            # The token before the first one of a sequence is padding, or belongs to another sequence.
+            labels = self._targets(labels if begins is None else labels.masked_fill(begins, IGNORED))
             given = {name: kwargs[name] for name in _LOSS if name in kwargs}
+            if given.get("shift_labels") is not None:
+                given["shift_labels"] = self._targets(given["shift_labels"])
             loss = self.loss_function(logits.contiguous(), labels, vocab_size=self.config.vocab_size, **given)
         if isinstance(logits_to_keep, Tensor):
             logits = logits[:, logits_to_keep]
@@ -184,21 +189,24 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
         found = CausalLMOutputWithPast(loss=loss, logits=logits, **{NAME: cache if use_cache else None})  # pyright: ignore[reportArgumentType] (NAME is one field)
         return found if return_dict is not False else found.to_tuple()
 
-    def _outputs(self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, cache: LongspanCache | None):
+    def _outputs(
+        self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, cache: LongspanCache | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the decoder's outputs of the tokens, and where sequences begin (B,N), None if nowhere."""
         state = None if cache is None else cache.state
         if cache is not None:
             if state is None:
                 state = self.decoder.init_state(len(ids))
             elif ids.shape[1] == 1 and mask is None and not torch.is_grad_enabled() and self._single(positions, state):
                 cache.seen += 1
-                return cache.step(self.decoder, ids)
+                return cache.step(self.decoder, ids), None
         begun = None if state is None else state.position > 0
         given = read(ids, self.decoder.start, mask=mask, positions=positions, begun=begun)
         donate = cache is not None and not torch.is_grad_enabled()
         outputs, state = self.decoder(given.tokens, state, mask=given.mask, segments=given.segments, donate=donate)
         if cache is not None:
             cache.state, cache.seen = state, cache.seen + ids.shape[1]
-        return given.outputs(outputs)
+        return given.outputs(outputs), given.begins
 
     def _single(self, positions: Tensor | None, state: Any) -> bool:
         """Return whether one more token continues every row."""
@@ -207,6 +215,10 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
     def _logits(self, outputs: Tensor) -> Tensor:
         likelihood = self.decoder.likelihood
         return outputs if isinstance(likelihood, Categorical) else likelihood.log_probs(outputs)
+
+    def _targets(self, labels: Tensor) -> Tensor:
+        """Return labels without the start token, which is not a target, because no token precedes it."""
+        return labels.masked_fill(labels == self.decoder.start, IGNORED)
 
     def _mask(self, mask: Tensor | None, ids: Tensor) -> Tensor | None:
         """Return the part of an attention mask for these tokens, bool (B,N); None if all are real."""
@@ -265,9 +277,9 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
         """Return the token embedding; the start token is its last row."""
         return self.decoder.embedding.tokens
 
-    def get_output_embeddings(self) -> nn.Module | None:
-        """Return the output layer; None if the decoder uses the token embedding (``tied``)."""
-        return getattr(self.decoder, "head", None)
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the output layer. With ``tied``, its weight is that of the token embedding, with the start token."""
+        return self.decoder.head
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any):
         """Raise ValueError: a decoder's likelihood and start token depend on its vocabulary."""
@@ -276,7 +288,19 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
         )
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict | None = None, **kwargs: Any) -> None:
-        """Store only each block's input for the backward (``DecoderConfig.checkpointing``); options are ignored."""
+        """Store only each block's input for the backward (``DecoderConfig.checkpointing``).
+
+        Args:
+            gradient_checkpointing_kwargs: None or the only supported options, ``{"use_reentrant": False}``.
+            kwargs: ``every_n_layers=1`` and ``offload=False``, which transformers passes.
+
+        Raises:
+            ValueError: an option has another value, or there is no such option.
+        """
+        for name, value in {**(gradient_checkpointing_kwargs or {}), **kwargs}.items():
+            if name not in _CHECKPOINTING or value != _CHECKPOINTING[name]:
+                supported = ", ".join(f"{name}={value}" for name, value in _CHECKPOINTING.items())
+                raise ValueError(f"gradient checkpointing with {name}={value!r} is not supported, only {supported}")
         self.decoder.stack.checkpointing = True
 
     def gradient_checkpointing_disable(self) -> None:
@@ -290,3 +314,4 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
 
 
 AutoModelForCausalLM.register(LongspanConfig, LongspanForCausalLM, exist_ok=True)
+shift_smoothed_labels(LongspanConfig.model_type, LongspanForCausalLM.__name__)

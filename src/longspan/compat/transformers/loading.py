@@ -7,6 +7,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.modeling_utils import load_state_dict
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...models import checkpoint
 
@@ -54,6 +55,20 @@ class StrictLoading(PreTrainedModel):
 
     def _loaded(self) -> None:
         """Run after the weights are loaded."""
+
+    def _get_name(self) -> str:
+        """Return the name of a class that ``shift_smoothed_labels`` knows, also for a subclass of it."""
+        # fully_shard (FSDP2) makes a subclass.
+        known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+        return next((cls.__name__ for cls in type(self).__mro__ if cls.__name__ in known), super()._get_name())
+
+
+def shift_smoothed_labels(model_type: str, name: str) -> None:
+    """Make Trainer shift the labels of the class ``name`` for ``label_smoothing_factor``.
+
+    Trainer knows causal models by the names in a table. For other classes, it would train each token on itself.
+    """
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.setdefault(model_type, name)
 
 
 def _check_kinds(wanted: Mapping[str, Tensor], given: Mapping[str, Any] | None, files: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ class Read(NamedTuple):
     mask: Tensor | None  # (B,M) bool, True on real tokens
     segments: Tensor | None  # (B,M) int64 of packed sequences
     places: Tensor | slice  # of the given tokens among the M: (B,N), or a slice if they are contiguous
+    begins: Tensor  # (B,N) bool, True on given tokens that begin a sequence
 
     def outputs(self, outputs: Tensor) -> Tensor:
         """Select the outputs of the given tokens: (B,M,size) -> (B,N,size)."""
@@ -38,7 +39,7 @@ def read(ids: Tensor, start: int, *, mask: Tensor | None, positions: Tensor | No
     """
     batch, n = ids.shape
     if n == 0:
-        return Read(ids, None, None, slice(0, 0))
+        return Read(ids, None, None, slice(0, 0), torch.zeros_like(ids, dtype=torch.bool))
     real = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask
     first = real & (real.long().cumsum(1) == 1)
     begins = first if begun is None else first & ~begun[:, None]
@@ -50,12 +51,12 @@ def read(ids: Tensor, start: int, *, mask: Tensor | None, positions: Tensor | No
     needs = begins & (ids != start)
     count = needs.sum(1)
     if not bool(count.any()):
-        return Read(ids, mask, segments, slice(0, n))
+        return Read(ids, mask, segments, slice(0, n), begins)
     if segments is None:
         # Before left padding too, because masked tokens are ignored.
         tokens, given = F.pad(ids, (1, 0), value=start), (count > 0)[:, None]
         mask = None if mask is None and bool(given.all()) else torch.cat([given, real], 1)
-        return Read(tokens, mask, None, slice(1, n + 1))
+        return Read(tokens, mask, None, slice(1, n + 1), begins)
     length = n + int(count.max())
     places = torch.arange(n, device=ids.device) + needs.long().cumsum(1)
     tokens = ids.new_full((batch, length), start).scatter(1, places, ids)
@@ -65,7 +66,7 @@ def read(ids: Tensor, start: int, *, mask: Tensor | None, positions: Tensor | No
     packs = torch.zeros_like(tokens).scatter(1, places, segments)
     packs[rows, places[rows, columns] - 1] = segments[rows, columns]
     # Slots after the last token of a shorter row belong to its last sequence.
-    return Read(tokens, there, packs.cummax(1).values, places)
+    return Read(tokens, there, packs.cummax(1).values, places, begins)
 
 
 def _restarts(positions: Tensor, real: Tensor, begun: Tensor | None) -> Tensor:

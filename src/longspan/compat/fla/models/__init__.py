@@ -28,10 +28,13 @@ def register() -> None:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from ...transformers.loading import shift_smoothed_labels
+
     for family in supported().values():
         if not family.of_transformers:
             AutoConfig.register(family.model_type, family.config, exist_ok=True)
             AutoModelForCausalLM.register(family.config, family.model, exist_ok=True)
+            shift_smoothed_labels(family.model_type, family.model.__name__)
 
 
 def load(source: str | os.PathLike[str], **options: Any) -> "FlaForCausalLM":

@@ -1,0 +1,180 @@
+"""What Trainer requires of a decoder: scaled losses, label smoothing, checkpointing, padding, weights without memory."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from transformers import Trainer, TrainingArguments
+from transformers.utils import logging
+
+from hub_process import IGNORED, VOCAB, batch, targets
+from longspan.compat.transformers import LongspanConfig, LongspanForCausalLM
+
+logging.set_verbosity_error()
+logging.disable_progress_bar()
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def model(spec="gated_deltanet; softmax", **options):
+    torch.manual_seed(0)
+    sizes = {"dim": 16, "depth": 2, "heads": 2, "feedforward": 32, "vocab": VOCAB, "positions": "learned"}
+    return LongspanForCausalLM(LongspanConfig(attention=spec, **{**sizes, **options}))
+
+
+def rows(step=0):
+    whole = batch(step)
+    return [{name: t[i] for name, t in whole.items()} for i in range(len(whole["labels"]))]
+
+
+def trained(lm, folder, data=None, **options):
+    """A Trainer after its training."""
+    options = {
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "learning_rate": 0.5,
+        "max_grad_norm": 0.0,
+        "max_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "logging_steps": 1,
+    } | options
+    trainer = Trainer(lm, TrainingArguments(folder, **options), train_dataset=rows() if data is None else data)
+    trainer.train()
+    return trainer
+
+
+def logged(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def moved(lm):
+    return {name: p.detach().clone() for name, p in lm.named_parameters()}
+
+
+def close(one, other, tolerance=1e-12):
+    return max(float((one[name] - other[name]).abs().max()) for name in other) < tolerance
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_accumulation_equals_one_batch(smoothing, tmp_path):
+    """With labels of unequal number in the micro-batches, and padding on either side."""
+    counts = {targets(batch(0)["labels"][i : i + 2]) for i in range(0, 8, 2)}
+    assert len(counts) > 1
+    found = []
+    for size, accumulate in ((8, 1), (4, 2), (2, 4)):
+        lm = model().double()
+        trainer = trained(
+            lm,
+            tmp_path,
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulate,
+            label_smoothing_factor=smoothing,
+        )
+        found.append((moved(lm), logged(trainer)))
+    # The loss is float32.
+    for weights, losses in found[1:]:
+        assert losses == pytest.approx(found[0][1], abs=2e-4)
+        assert close(weights, found[0][0], 1e-6)
+    assert not close(found[0][0], moved(model().double()), 1e-3)
+
+
+def smoothed(lm, epsilon):
+    whole = batch(0)
+    logits = lm(whole["input_ids"], attention_mask=whole["attention_mask"]).logits[:, :-1]
+    labels, logs = whole["labels"][:, 1:], logits.log_softmax(-1)
+    there = labels != IGNORED
+    picked = logs.gather(-1, labels.clamp(min=0)[..., None])[..., 0][there]
+    return -((1 - epsilon) * picked + epsilon * logs.mean(-1)[there]).mean()
+
+
+def subclass(lm):
+    """As fully_shard makes one of the model's class."""
+    lm.__class__ = type("FSDPLongspanForCausalLM", (LongspanForCausalLM,), {})
+    return lm
+
+
+@pytest.mark.parametrize("wrap", [lambda lm: lm, subclass], ids=["own class", "a subclass"])
+def test_label_smoothing_predicts_the_next_token(wrap, tmp_path):
+    lm, ours = wrap(model()), model()
+    trained(lm, tmp_path, per_device_train_batch_size=8, label_smoothing_factor=0.2)
+    loss = smoothed(ours.train(), 0.2)
+    loss.backward()
+    with torch.no_grad():
+        for p in ours.parameters():
+            p -= 0.5 * p.grad
+    assert close(moved(lm), moved(ours), 1e-6)
+
+
+def test_a_loss_of_shifted_labels_has_no_start_token():
+    lm, ids = model(), batch(0)["input_ids"]
+    start = torch.full_like(ids[:, :1], VOCAB)
+    labels = torch.cat([start, ids], 1)
+    shifted = torch.nn.functional.pad(labels, (0, 1), value=VOCAB)[:, 1:]
+    given = lm(labels, labels=labels, shift_labels=shifted).loss
+    assert torch.equal(given, lm(labels, labels=labels).loss)
+
+
+@pytest.mark.parametrize("cached", [None, False, True])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_with_checkpointing_and_cache(cached, checkpointing):
+    lm, other = model().double().train(), model().double().train()
+    if checkpointing:
+        lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        assert lm.is_gradient_checkpointing
+    outputs = lm(**batch(0), use_cache=cached)
+    assert (outputs.past_key_values is not None) == bool(cached)
+    outputs.loss.backward()
+    other(**batch(0)).loss.backward()
+    grads = {name: p.grad for name, p in lm.named_parameters()}
+    assert close(grads, {name: p.grad for name, p in other.named_parameters()}, 1e-9)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"gradient_checkpointing_kwargs": {"context_fn": None}},
+        {"every_n_layers": 2},
+        {"offload": True},
+    ],
+    ids=str,
+)
+def test_other_options_of_checkpointing_are_refused(options):
+    name = next(iter(options.get("gradient_checkpointing_kwargs", options)))
+    with pytest.raises(ValueError, match=f"{name}=.* is not supported"):
+        model().gradient_checkpointing_enable(**options)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_no_loss(side):
+    lm, ids = model().double(), batch(0)["input_ids"][:, :6]
+    wanted = lm(ids, labels=ids)
+    pads, mask = torch.zeros(8, 3, dtype=torch.long), torch.ones_like(ids)
+    padded = [(t, torch.full_like(pads, value)) for t, value in ((ids, 7), (mask, 0), (ids, IGNORED))]
+    rows, mask, labels = (torch.cat([t, pad] if side == "right" else [pad, t], 1) for t, pad in padded)
+    found = lm(rows, attention_mask=mask, labels=labels)
+    assert torch.allclose(found.loss, wanted.loss, atol=1e-6)
+    logits = found.logits[:, :6] if side == "right" else found.logits[:, 3:]
+    assert torch.allclose(logits, wanted.logits, atol=1e-12)
+
+
+def test_the_first_token_of_a_packed_sequence_is_no_target():
+    lm, ids = model(), batch(0)["input_ids"]
+    at = torch.arange(9).repeat(8)[None]
+    packed = lm(ids.flatten()[None], position_ids=at, labels=ids.flatten()[None]).loss
+    assert torch.allclose(packed, lm(ids, labels=ids).loss, atol=1e-6)
+
+
+@pytest.mark.parametrize("placed", [None, "auto", {"": "cpu"}], ids=["meta", "auto", "cpu"])
+@pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
+def test_weights_and_tables_are_right_after_loading_without_memory(positions, placed, tmp_path):
+    lm = model("softmax; retention", positions=positions).eval()
+    lm.save_pretrained(tmp_path)
+    again = LongspanForCausalLM.from_pretrained(tmp_path, device_map=placed)
+    assert not again.training
+    assert not any(t.is_meta for t in [*again.parameters(), *again.buffers()])
+    assert torch.equal(again(batch(0)["input_ids"]).logits, lm(batch(0)["input_ids"]).logits)
