@@ -106,10 +106,15 @@ def replicated(folder):
     return _run(Accelerator(cpu=True), folder)
 
 
-def sharded(folder, **options):
-    """FSDP2, whose path accelerate takes only on accelerators: it takes these processes for ones with GPUs."""
+def _accelerated():
+    """Make accelerate take these processes for ones with GPUs: on CPUs it ignores FSDP."""
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+
+
+def sharded(folder, **options):
+    """FSDP2: losses, weights, a checkpoint, the saved model."""
+    _accelerated()
     accelerator = Accelerator()
     assert accelerator.is_fsdp2
     return _run(accelerator, folder, **options)
@@ -154,6 +159,97 @@ def _run(accelerator, folder, **options):
     drawn = inner.generate(prompts, max_new_tokens=6, do_sample=False)
     result["generated"] = int((drawn != read.generate(prompts, max_new_tokens=6, do_sample=False)).sum())
     return result
+
+
+def rows(steps):
+    wholes = [batch(step) for step in range(steps)]
+    return [{name: t[i] for name, t in whole.items()} for whole in wholes for i in range(ROWS)]
+
+
+def trainer(folder):
+    """Trainer with data parallelism: two processes of 2 x 2 rows a step, and one of 8 rows; then a resumption."""
+    return _trainers(folder, "trainer")
+
+
+def sharded_trainer_plain(folder):
+    _accelerated()
+    return _trainers(folder, "sharded", save=False)
+
+
+def sharded_trainer_smoothed(folder):
+    _accelerated()
+    return _trainers(folder, "sharded", save=False, label_smoothing_factor=0.1)
+
+
+def _trainers(folder, name, save=True, **options):
+    from transformers import Trainer, TrainingArguments, set_seed
+
+    def made(lm, steps, where, **more):
+        set_seed(0)
+        arguments = TrainingArguments(
+            folder / where,
+            max_steps=steps,
+            learning_rate=1e-2,
+            max_grad_norm=0.0,
+            lr_scheduler_type="constant",
+            report_to=[],
+            use_cpu=name == "trainer",
+            disable_tqdm=True,
+            logging_steps=1,
+            train_sampling_strategy="sequential",
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=2,
+            **{"save_strategy": "steps" if save else "no", "save_steps": 2, **options, **more},
+        )
+        return Trainer(lm, arguments, train_dataset=rows(4))
+
+    def logged(trainer):
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    plain = model().train()
+    before = {name: p.detach().clone() for name, p in plain.named_parameters()}
+    wanted = _by_hand(plain, options.get("label_smoothing_factor", 0.0))
+    lm = model()
+    first = made(lm, 4, "out")
+    first.train()
+    inner = first.accelerator.unwrap_model(first.model_wrapped)
+    weights = {name: whole(p).clone() for name, p in inner.named_parameters()}
+    result = {
+        "processes": first.accelerator.num_processes,
+        "shards": sum(isinstance(p, DTensor) for p in inner.parameters()) / len(weights),
+        "losses": max(abs(a - b) for a, b in zip(logged(first), wanted, strict=True)),
+        "weights": error(weights, {name: p.detach() for name, p in plain.named_parameters()}),
+        "moved": error(weights, before),
+    }
+    first.save_model(folder / "saved")
+    first.accelerator.wait_for_everyone()
+    result["saved"] = error(dict(LongspanForCausalLM.from_pretrained(folder / "saved").named_parameters()), weights)
+    if save:
+        again = made(model(), 4, "out")
+        again.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-2"))
+        result["resumed"] = error(dict(again.accelerator.unwrap_model(again.model).named_parameters()), weights)
+    return result
+
+
+def _by_hand(lm, epsilon):
+    """Losses of one process whose steps have all rows."""
+    optimizer, losses = torch.optim.AdamW(lm.parameters(), lr=1e-2, weight_decay=0.0), []
+    for step in range(4):
+        given = batch(step)
+        logs = lm(given["input_ids"], attention_mask=given["attention_mask"]).logits[:, :-1].log_softmax(-1)
+        labels = given["labels"][:, 1:]
+        # Trainer counts the first tokens of rows that are padded on the left, of which the model has no loss.
+        count = (labels != IGNORED).sum()
+        if not epsilon:
+            labels = labels.masked_fill(given["attention_mask"][:, :-1] == 0, IGNORED)
+        there = labels != IGNORED
+        picked = logs.gather(-1, labels.clamp(min=0)[..., None])[..., 0][there]
+        loss = -((1 - epsilon) * picked.sum() + epsilon * logs.mean(-1)[there].sum()) / count
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
 
 
 def main():

@@ -10,6 +10,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.utils import logging
 
 from hub_process import IGNORED, VOCAB, batch, targets
+from longspan.attention import REGISTRY
 from longspan.compat.transformers import LongspanConfig, LongspanForCausalLM
 
 logging.set_verbosity_error()
@@ -178,3 +179,31 @@ def test_weights_and_tables_are_right_after_loading_without_memory(positions, pl
     assert not again.training
     assert not any(t.is_meta for t in [*again.parameters(), *again.buffers()])
     assert torch.equal(again(batch(0)["input_ids"]).logits, lm(batch(0)["input_ids"]).logits)
+
+
+def test_offloaded_weights():
+    """As device_map makes them where a device is too small: on the device only in a module's forward."""
+    from accelerate import cpu_offload
+
+    lm, ids = model("softmax; linear", tied=True).eval(), batch(0)["input_ids"]
+    wanted = lm(ids).logits
+    cpu_offload(lm, "cpu")
+    assert all(p.is_meta for p in lm.parameters())
+    assert torch.equal(lm(ids, use_cache=False).logits, wanted)
+    with pytest.raises(ValueError, match="use_cache=False"):
+        lm(ids)
+
+
+MECHANISMS = [name for name, cls in sorted(REGISTRY.items()) if "causal" in cls.directions]
+
+
+@pytest.mark.parametrize("name", MECHANISMS)
+def test_a_mechanism_is_right_after_loading_without_memory(name, tmp_path):
+    lm = model(REGISTRY[name].examples[0], positions="none").eval()
+    lm.save_pretrained(tmp_path)
+    again = LongspanForCausalLM.from_pretrained(tmp_path)
+    logits = []
+    for one in (lm, again):
+        torch.manual_seed(0)
+        logits.append(one(batch(0)["input_ids"], use_cache=False).logits)
+    assert torch.equal(*logits)

@@ -90,10 +90,11 @@ class RWKV7(Attention[RWKV7State]):
             if rank < 1:
                 raise ValueError(f"{option}={rank} must be at least 1")
             ranks.append(rank)
-        along = torch.linspace(0, 1, dim)
         powers = torch.stack(
             [torch.full((), power) for power in (0.1, 0.45, 0.35, 0.35, 0.45, 0.1)]
         )  # r, w, k, v, a, g
+        # transformers, which builds models on the meta device, makes linspace on the CPU.
+        along = torch.linspace(0, 1, dim).to(powers.device)
         self.mixes = nn.Parameter(1 - along ** powers[:, None])
         self.query, self.key, self.value = (nn.Linear(dim, dim, bias=False) for _ in range(3))
         self.decay, self.rate = (

@@ -67,7 +67,11 @@ class TiedHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B,N,dim) -> (B,N,tokens-1)."""
-        return F.linear(x, self.weight[:-1])
+        weight = self.weight
+        if weight.is_meta and not x.is_meta:
+            # Offloaded weights exist only during the forward of their module.
+            weight = self._tokens[0](torch.arange(len(weight), device=x.device))
+        return F.linear(x, weight[:-1])
 
 
 def check_tokens(tokens: Tensor, highest: int, mask: Tensor | None, segments: Tensor | None = None) -> None:

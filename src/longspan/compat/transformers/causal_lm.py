@@ -196,6 +196,8 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
         state = None if cache is None else cache.state
         if cache is not None:
             if state is None:
+                if self.decoder.device.type == "meta" and not ids.is_meta:
+                    raise ValueError("the weights are offloaded (device_map), which no cache supports: use_cache=False")
                 state = self.decoder.init_state(len(ids))
             elif ids.shape[1] == 1 and mask is None and not torch.is_grad_enabled() and self._single(positions, state):
                 cache.seen += 1

@@ -1,0 +1,88 @@
+"""Two processes of accelerate and of torchrun train a decoder of transformers as one process does."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import longspan
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+TESTS = Path(__file__).parents[1]
+LAUNCH = [
+    *(sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "2"),
+    *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"),
+]
+FSDP = ["--use_fsdp", "--fsdp_version", "2", "--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+UNITS = ["", "decoder.embedding.tokens", "decoder.stack.blocks.0", "decoder.stack.blocks.1", "decoder.head"]
+
+
+def run(command, job, folder):
+    """What a job of ``hub_process`` returned on the first process."""
+    paths = os.pathsep.join([str(Path(longspan.__file__).parents[1]), str(TESTS)])
+    done = subprocess.run(
+        [*command, str(TESTS / "hub_process.py"), job, str(folder)],
+        env=os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return json.loads((folder / "results.json").read_text())
+
+
+def check(found):
+    # The loss is float32.
+    assert found["losses"] < 2e-6
+    for name in ("weights", "loaded", "resumed weights", "saved"):
+        assert found[name] < 1e-12, name
+    assert found["resumed"] == 0
+    assert found["generated"] == 0
+    assert found["type"] == "torch.float64"
+
+
+@pytest.mark.full
+def test_data_parallel_equals_one_process(tmp_path):
+    found = run([*LAUNCH, "--multi_gpu"], "replicated", tmp_path)
+    check(found)
+    assert found["shards"] == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("job", ["sharded", "tied"])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+@pytest.mark.parametrize("efficient", ["true", "false"])
+def test_sharded_equals_one_process(job, kind, efficient, tmp_path):
+    options = ["--fsdp_state_dict_type", kind, "--fsdp_cpu_ram_efficient_loading", efficient]
+    found = run([*LAUNCH, *FSDP, *options], job, tmp_path)
+    check(found)
+    assert found["shards"] == 1
+    assert found["units"] == UNITS
+
+
+@pytest.mark.full
+def test_trainer_on_two_processes_equals_one(tmp_path):
+    found = run(TORCHRUN, "trainer", tmp_path)
+    assert found["processes"] == 2
+    assert found["losses"] < 2e-4
+    assert found["weights"] < 1e-6
+    assert found["resumed"] < 1e-12
+    assert found["saved"] < 1e-12
+    assert found["moved"] > 1e-3
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("smoothing", ["smoothed", "plain"])
+def test_trainer_with_shards_equals_one_process(smoothing, tmp_path):
+    found = run([*LAUNCH, *FSDP], f"sharded_trainer_{smoothing}", tmp_path)
+    assert found["shards"] == 1
+    assert found["losses"] < 2e-4
+    assert found["weights"] < 1e-6
+    assert found["saved"] < 1e-12
