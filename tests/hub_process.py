@@ -168,39 +168,40 @@ def rows(steps):
 
 def trainer(folder):
     """Trainer with data parallelism: two processes of 2 x 2 rows a step, and one of 8 rows; then a resumption."""
-    return _trainers(folder, "trainer")
+    return _trainers(folder)
 
 
 def sharded_trainer_plain(folder):
-    _accelerated()
-    return _trainers(folder, "sharded", save=False)
+    return _trainers(folder, sharded=True)
 
 
 def sharded_trainer_smoothed(folder):
-    _accelerated()
-    return _trainers(folder, "sharded", save=False, label_smoothing_factor=0.1)
+    return _trainers(folder, sharded=True, label_smoothing_factor=0.1)
 
 
-def _trainers(folder, name, save=True, **options):
+def _trainers(folder, sharded=False, **options):
     from transformers import Trainer, TrainingArguments, set_seed
 
-    def made(lm, steps, where, **more):
+    def made(lm):
         set_seed(0)
         arguments = TrainingArguments(
-            folder / where,
-            max_steps=steps,
+            folder / "out",
+            max_steps=4,
             learning_rate=1e-2,
             max_grad_norm=0.0,
             lr_scheduler_type="constant",
             report_to=[],
-            use_cpu=name == "trainer",
+            use_cpu=True,
             disable_tqdm=True,
             logging_steps=1,
             train_sampling_strategy="sequential",
             per_device_train_batch_size=2,
             gradient_accumulation_steps=2,
-            **{"save_strategy": "steps" if save else "no", "save_steps": 2, **options, **more},
+            **{"save_strategy": "steps", "save_steps": 2, **options},
         )
+        assert arguments.device.type == "cpu"
+        if sharded:
+            _accelerated()
         return Trainer(lm, arguments, train_dataset=rows(4))
 
     def logged(trainer):
@@ -210,7 +211,7 @@ def _trainers(folder, name, save=True, **options):
     before = {name: p.detach().clone() for name, p in plain.named_parameters()}
     wanted = _by_hand(plain, options.get("label_smoothing_factor", 0.0))
     lm = model()
-    first = made(lm, 4, "out")
+    first = made(lm)
     first.train()
     inner = first.accelerator.unwrap_model(first.model_wrapped)
     weights = {name: whole(p).clone() for name, p in inner.named_parameters()}
@@ -224,10 +225,10 @@ def _trainers(folder, name, save=True, **options):
     first.save_model(folder / "saved")
     first.accelerator.wait_for_everyone()
     result["saved"] = error(dict(LongspanForCausalLM.from_pretrained(folder / "saved").named_parameters()), weights)
-    if save:
-        again = made(model(), 4, "out")
+    if "label_smoothing_factor" not in options:
+        again = made(model())
         again.train(resume_from_checkpoint=str(folder / "out" / "checkpoint-2"))
-        result["resumed"] = error(dict(again.accelerator.unwrap_model(again.model).named_parameters()), weights)
+        result["resumed"] = error(dict(again.accelerator.unwrap_model(again.model_wrapped).named_parameters()), weights)
     return result
 
 

@@ -68,21 +68,16 @@ def test_sharded_equals_one_process(job, kind, efficient, tmp_path):
 
 
 @pytest.mark.full
-def test_trainer_on_two_processes_equals_one(tmp_path):
-    found = run(TORCHRUN, "trainer", tmp_path)
+@pytest.mark.parametrize("job", ["trainer", "sharded_trainer_plain", "sharded_trainer_smoothed"])
+def test_trainer_on_two_processes_equals_one(job, tmp_path):
+    """Losses, weights, a checkpoint from which it resumes, and the saved model."""
+    sharded = job != "trainer"
+    found = run([*LAUNCH, *FSDP, "--fsdp_state_dict_type", "FULL_STATE_DICT"] if sharded else TORCHRUN, job, tmp_path)
     assert found["processes"] == 2
-    assert found["losses"] < 2e-4
-    assert found["weights"] < 1e-6
-    assert found["resumed"] < 1e-12
-    assert found["saved"] < 1e-12
+    assert found["shards"] == sharded
     assert found["moved"] > 1e-3
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("smoothing", ["smoothed", "plain"])
-def test_trainer_with_shards_equals_one_process(smoothing, tmp_path):
-    found = run([*LAUNCH, *FSDP], f"sharded_trainer_{smoothing}", tmp_path)
-    assert found["shards"] == 1
-    assert found["losses"] < 2e-4
+    # The loss is float32.
+    assert found["losses"] < 2e-6
     assert found["weights"] < 1e-6
-    assert found["saved"] < 1e-12
+    assert found["saved"] == 0
+    assert found.get("resumed", 0) < 1e-12

@@ -18,6 +18,7 @@ RUNS = {
     "hf_hybrid": ("--length 70 --width 64 --rounds 1", "transformers"),
     "long_classifier": ("--length 40 --steps 2 --batch 2 --dim 16", None),
     "pretrain_350m": ("--small --steps 2 --out model", None),
+    "hf_trainer": ("--steps 2 --length 20 --batch 2 --dim 16 --out run", "accelerate"),
     "lora": ("--steps 2 --rows 2 --out run", "peft"),
 }
 
@@ -68,6 +69,23 @@ def test_pretraining_on_two_processes_equals_one(tmp_path):
     one = losses(tmp_path, 1)
     assert one[-1] < one[0] - 0.3
     assert losses(tmp_path, 2, "--sequence", "2", "--strategy", "fsdp") == pytest.approx(one, abs=2e-3)
+
+
+def test_the_trainer_on_two_processes_equals_one(tmp_path):
+    pytest.importorskip("accelerate")
+    flags, found = "--steps 5 --length 20 --batch 4 --dim 16".split(), []
+    for processes in (1, 2):
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        command = [*start, str(EXAMPLES / "hf_trainer.py"), *flags, "--out", str(tmp_path / str(processes))]
+        paths = {"PYTHONPATH": str(Path(longspan.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(
+            command, cwd=tmp_path, env=os.environ | paths, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"{processes} processes" in done.stdout
+        found.append([float(loss) for loss in re.findall(r"loss ([\d.]+) at first and ([\d.]+)", done.stdout)[0]])
+    assert found[0] == pytest.approx(found[1], abs=2e-3)
+    assert found[0][1] < found[0][0] - 0.1
 
 
 @pytest.mark.parametrize("name", RUNS)
