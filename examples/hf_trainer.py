@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/hf_trainer.py
     accelerate launch --use_fsdp --fsdp_version 2 --fsdp_auto_wrap_policy TRANSFORMER_BASED_WRAP examples/hf_trainer.py
 
-Without ``--text`` the model learns a few sentences by heart. Each process reads its own windows. The last command shards
-the model over GPUs. A second run with the same ``--out`` resumes from the last checkpoint. It requires
+Without ``--text`` the model learns a few sentences by heart. Each process reads its own windows. The last command
+shards the model over GPUs. A second run with the same ``--out`` resumes from the last checkpoint. It requires
 pip install "longspan[transformers]" and accelerate.
 """
 

@@ -26,7 +26,7 @@ CLIP = 0.05
 def model(**options):
     torch.manual_seed(0)
     sizes = {"dim": 16, "depth": 2, "heads": 2, "feedforward": 32, "vocab": VOCAB, "positions": "learned", "length": 32}
-    return LongspanForCausalLM(LongspanConfig(attention="gated_deltanet; softmax", **{**sizes, **options})).double()
+    return LongspanForCausalLM(LongspanConfig(**{"attention": "gated_deltanet; softmax", **sizes, **options})).double()
 
 
 def batch(step):
@@ -122,6 +122,10 @@ def sharded(folder, **options):
 
 def tied(folder):
     return sharded(folder, tied=True)
+
+
+def buffers(folder):
+    return sharded(folder, attention="performer; softmax")
 
 
 def _run(accelerator, folder, **options):

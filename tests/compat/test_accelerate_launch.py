@@ -68,6 +68,12 @@ def test_sharded_equals_one_process(job, kind, efficient, tmp_path):
 
 
 @pytest.mark.full
+def test_buffers_are_not_sharded(tmp_path):
+    """The random rows of performer; accelerate's efficient loading does not support buffers."""
+    check(run([*LAUNCH, *FSDP, "--fsdp_cpu_ram_efficient_loading", "false"], "buffers", tmp_path))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("job", ["trainer", "sharded_trainer_plain", "sharded_trainer_smoothed"])
 def test_trainer_on_two_processes_equals_one(job, tmp_path):
     """Losses, weights, a checkpoint from which it resumes, and the saved model."""

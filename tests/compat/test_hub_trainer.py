@@ -1,4 +1,4 @@
-"""What Trainer requires of a decoder: scaled losses, label smoothing, checkpointing, padding, weights without memory."""
+"""What Trainer requires of a decoder: scaled losses, label smoothing, checkpointing, padding, loading."""
 
 import pytest
 import torch

@@ -61,7 +61,7 @@ class TiedHead(nn.Module):
         self._tokens = (tokens,)
 
     @property
-    def weight(self) -> nn.Parameter:
+    def weight(self) -> Tensor:
         """The weight (tokens, dim) of the token embedding."""
         return self._tokens[0].weight
 

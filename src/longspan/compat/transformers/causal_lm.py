@@ -31,9 +31,9 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
     """A ``longspan.Decoder`` with the interface of transformers; ``model.decoder`` is the decoder.
 
     A decoder's sequences begin with its start token, number ``vocab_size``. Where the given tokens lack it, the model
-    inserts it and returns no logits for it, so ``logits[:, t]`` predict the token after ``input_ids[:, t]``. The loss does
-    not count the first token of a sequence, also after padding and in packed rows. To count it, begin ``input_ids`` and
-    ``labels`` with the start token, which is ``generation_config.bos_token_id``.
+    inserts it and returns no logits for it, so ``logits[:, t]`` predict the token after ``input_ids[:, t]``. The loss
+    does not count the first token of a sequence, also after padding and in packed rows. To count it, begin
+    ``input_ids`` and ``labels`` with the start token, which is ``generation_config.bos_token_id``.
 
     Padding (``attention_mask``) may be on either side. ``position_ids`` only mark where packed sequences begin: where
     they return to the smallest number of their row, which may differ from 0 (``position_ids_start`` of
