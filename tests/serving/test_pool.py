@@ -166,6 +166,19 @@ def test_a_kept_state_continues_the_text(attention):
     )
 
 
+@pytest.mark.parametrize("attention", ["softmax", "gla; local(window=3)"])
+def test_a_kept_state_and_a_new_prompt_are_read_together(attention):
+    model = decoder(attention)
+    crowd = pool(model)
+    (first,) = crowd.submit([1, 2, 3], max_new_tokens=5, sampling=GREEDY, keep_state=True)
+    crowd.run()
+    (fresh,) = crowd.submit([4, 5], max_new_tokens=4, sampling=GREEDY)
+    (more,) = crowd.submit([first.tokens[-1], 7], max_new_tokens=4, sampling=GREEDY, state=first.state)
+    crowd.run()
+    assert fresh.tokens == alone(model, [4, 5], 4)
+    assert more.tokens == alone(model, [1, 2, 3, *first.tokens, 7], 4)
+
+
 def test_cancelled_streams_free_their_slots_at_every_stage():
     model, generator = decoder(), torch.Generator().manual_seed(0)
     crowd = pool(model, queue=1000)

@@ -11,20 +11,32 @@ from .parser import Parser, make, natural_int
 def parser() -> Parser:
     parser = make(
         "serve",
-        "Serve a trained decoder over HTTP with the interface of OpenAI's completions: /v1/completions with streaming, "
+        "Serve a trained model over HTTP with the interface of OpenAI's completions: /v1/completions with streaming, "
         "/v1/models, /healthz, /readyz and /metrics, and a page for trying the model at /. Each stream has its state "
-        "in a slot of a pool, and one decode step advances all streams. After SIGTERM, running streams finish; a "
-        "second signal stops immediately.",
+        "in a slot of a pool, and one decode step advances all streams. MODEL may also be a folder of a recurrent "
+        "model of transformers or flash-linear-attention with its tokenizer.json. After SIGTERM, running streams "
+        "finish; a second signal stops immediately.",
         "longspan serve text",
         "longspan serve runs/book --port 8080 --slots 256 --prefix-mb 512",
     )
-    parser.add_argument("model", metavar="MODEL", help="a run, a checkpoint, or a pretrained model such as text")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="a run, a checkpoint, a pretrained model such as text, or a folder with a config.json of transformers",
+    )
     parser.add_argument("--host", type=str, default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=natural_int(65535), default=8000, help="port; 0 takes a free one")
     parser.add_argument("--slots", type=natural_int(1_000_000), default=64, help="streams that run at the same time")
     parser.add_argument("--queue", type=natural_int(1_000_000), default=128, help="streams that may wait for a slot")
     parser.add_argument(
         "--capacity", type=natural_int(10**9), default=0, help="tokens of a stream, for models with a KV cache"
+    )
+    parser.add_argument(
+        "--stop",
+        type=str,
+        default="",
+        metavar="TOKEN",
+        help="a token of the tokenizer that ends a stream; by default <|endoftext|>, or what the folder's configs name",
     )
     parser.add_argument("--prefix-mb", type=natural_int(10**6), default=0, help="memory for states of known beginnings")
     parser.add_argument("--max-tokens", type=natural_int(10**9), default=4096, help="largest max_tokens of a request")
@@ -42,11 +54,8 @@ def run(args: Any) -> int:
     from ..serving import Pool
     from ..serving.connection import protocol
     from ..serving.server import Limits, Server
-    from ..serving.text import Bytes
-    from . import trained
 
-    model, name, _ = trained.model(args.model, "", "decoder")
-    codec = Bytes() if trained.kind(name) == "text" else None
+    model, codec, grid = _loaded(args.model, args.stop)
     pool = Pool(model, slots=args.slots, queue=args.queue, capacity=args.capacity, prefix_bytes=args.prefix_mb << 20)
     limits = Limits(tokens=args.max_tokens, connections=args.slots + args.queue + 1024)
     server = Server(
@@ -55,7 +64,7 @@ def run(args: Any) -> int:
         codec=codec,
         api_key=args.api_key,
         limits=limits,
-        grid=trained.SHAPES[trained.kind(name)][0],
+        grid=grid,
         playground=not args.no_playground,
     )
     config = uvicorn.Config(
@@ -76,6 +85,25 @@ def run(args: Any) -> int:
     finally:
         server.close()
     return 0 if http.started else 2
+
+
+def _loaded(source: str, stop: str) -> tuple[Any, Any, tuple[int, ...]]:
+    """Load a model -> it, what turns its tokens into text or None, and the shape of its images or ()."""
+    from ..models import pretrained
+    from ..serving import hub
+    from ..serving.text import Bytes
+    from ..serving.tokenized import Tokenized
+    from . import trained
+
+    if not pretrained.is_pretrained_name(source) and hub.is_folder(source):
+        return *hub.load(source, stop), ()
+    model, name, _ = trained.model(source, "", "decoder")
+    if model.tokenizer:
+        return model, Tokenized(model.tokenizer, ends=hub.ends(model.tokenizer, stop)), ()
+    if stop:
+        raise ValueError(f"--stop {stop!r} requires a model with a tokenizer; {source} has none")
+    kind = trained.kind(name)
+    return model, Bytes() if kind == "text" else None, trained.SHAPES[kind][0]
 
 
 def _on_signals(server: Any, http: Any) -> None:

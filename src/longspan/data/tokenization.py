@@ -50,6 +50,17 @@ def end_of(tokenizer: "Tokenizer", end: str) -> int | None:
     return number
 
 
+def byte_letters() -> dict[str, int]:
+    """Return the character of each byte in byte-level tokens: printable bytes themselves, others from 256 on.
+
+    References:
+        Radford et al. 2019, GPT-2, byte-level BPE.
+    """
+    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printed]
+    return {chr(byte if byte in printed else 256 + others.index(byte)): byte for byte in range(256)}
+
+
 def train_bpe(
     inputs: list[Source],
     vocab: int,

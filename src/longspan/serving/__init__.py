@@ -1,7 +1,8 @@
 """Continuous batching: many streams of one model, each with a state of its own in a preallocated pool."""
 
+from .adapters import Servable
 from .pool import Full, Pool, Stream
 from .prefix_cache import PrefixCache
 from .sampler import Sampling
 
-__all__ = ["Full", "Pool", "PrefixCache", "Sampling", "Stream"]
+__all__ = ["Full", "Pool", "PrefixCache", "Sampling", "Servable", "Stream"]

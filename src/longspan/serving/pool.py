@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from .. import states
 from ..generation.sampling import afford_rows
-from ..models.decoder import Decoder, DecoderState
+from ..models.decoder import DecoderState
+from .adapters import servable
 from .prefix_cache import PrefixCache
 from .sampler import Sampling, sample
 
@@ -83,7 +84,9 @@ class Pool:
     from those of one row. Sampled tokens depend on the stream's seed and position only.
 
     Args:
-        model: A decoder in evaluation mode.
+        model: A decoder in evaluation mode, a ``LongspanForCausalLM``, whose decoder it takes, a model of
+            ``longspan.compat.fla.load``, a model of transformers under ``longspan.compat.transformers.accelerate()``,
+            or any ``longspan.serving.Servable``.
         slots: Streams that run at the same time.
         queue: Streams that may wait for a slot.
         capacity: Tokens of a stream, prompt included; required for attentions whose state keeps every token.
@@ -91,13 +94,13 @@ class Pool:
         prefix_bytes: Memory for states of prompts that were read before; 0 for none.
 
     Raises:
-        ValueError: For a model that is not a decoder in evaluation mode, numbers out of range, and a pool that does not
+        ValueError: For a model of another kind or in training mode, numbers out of range, and a pool that does not
             fit into the memory of this machine.
     """
 
     def __init__(
         self,
-        model: Decoder,
+        model: Any,
         *,
         slots: int = 64,
         queue: int = 128,
@@ -105,8 +108,7 @@ class Pool:
         prefill: int = 256,
         prefix_bytes: int = 0,
     ):
-        if not isinstance(model, Decoder):
-            raise ValueError(f"a pool needs a Decoder, not {type(model).__name__}")
+        model = servable(model)
         if model.training:
             raise ValueError("the model is in training mode; call model.eval()")
         for name, value, least in (
@@ -117,7 +119,7 @@ class Pool:
         ):
             if value < least:
                 raise ValueError(f"{name}={value} must be at least {least}")
-        afford_rows(model, slots, capacity, f"the states of {slots} slots")
+        afford_rows(cast(Any, model), slots, capacity, f"the states of {slots} slots")
         self.model, self.slots, self.queue, self.capacity, self.prefill = model, slots, queue, capacity, prefill
         self.prefixes = PrefixCache(prefix_bytes)
         with torch.no_grad():
@@ -132,6 +134,11 @@ class Pool:
         self._waiting: deque[_Reading] = deque()
         self._reading: list[_Reading] = []
         self._lock = threading.RLock()
+
+    @property
+    def vocab(self) -> int:
+        """Number of tokens."""
+        return self.model.likelihood.levels
 
     @property
     def live(self) -> int:
@@ -182,10 +189,10 @@ class Pool:
             Full: If the queue is full.
         """
         given = tuple(map(int, prompt.flatten().tolist() if isinstance(prompt, Tensor) else prompt))
-        if odd := [token for token in (*given, *stop) if not 0 <= token < self.model.start]:
-            raise ValueError(f"token {odd[0]} is not among 0 to {self.model.start - 1}")
-        if not 0 <= top <= self.model.start:
-            raise ValueError(f"top={top} must be a number of tokens from 0 to {self.model.start}")
+        if odd := [token for token in (*given, *stop) if not 0 <= token < self.vocab]:
+            raise ValueError(f"token {odd[0]} is not among 0 to {self.vocab - 1}")
+        if not 0 <= top <= self.vocab:
+            raise ValueError(f"top={top} must be a number of tokens from 0 to {self.vocab}")
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
         sampling = Sampling() if sampling is None else sampling
@@ -194,9 +201,12 @@ class Pool:
             raise ValueError(f"{len(ways)} streams of one prompt do not fit into {self.slots} slots")
         if state is not None and not given:
             raise ValueError("a state needs a prompt of at least one token, which it has not read")
+        start = () if self.model.start is None else (self.model.start,)
+        if not given and not start:
+            raise ValueError("this model has no start token; a prompt needs at least one token")
         before = 0 if state is None else int(state.position[0])
-        # Limits of positions and of KV caches. The start token takes a place; the last token drawn is never read.
-        needed = before + len(given) + max_new_tokens - (state is not None)
+        # Limits of positions and of KV caches. A start token takes a place; the last token drawn is never read.
+        needed = before + len(given) + max_new_tokens + (len(start) if state is None else 0) - 1
         for limit, what in (
             (self.capacity if self._fixed else 0, "capacity"),
             (self._positions(), "the table of positions"),
@@ -209,9 +219,10 @@ class Pool:
         streams = [
             Stream(given, max_new_tokens, way, frozenset(stop), listener, keeps=keep_state, top=top) for way in ways
         ]
-        tokens = given if state is not None else (self.model.start, *given)
+        tokens = given if state is not None else (*start, *given)
         with torch.no_grad():
-            own = None if state is None else states.clone(state)
+            # Of one kind, so that prompts after a state and others are read in one call.
+            own = None if state is None else self._slotted(states.clone(state))
         job = _Reading(streams, tokens, own, cacheable=state is None)
         with self._lock:
             if self.waiting + len(streams) > self.queue + max(0, self.slots - self.live):
@@ -272,8 +283,8 @@ class Pool:
             raise RuntimeError(f"the stream ended after {given} tokens: {found.error}")
 
     def _positions(self) -> int:
-        config = self.model.config
-        return config.length if config.positions == "learned" else 0
+        config: Any = getattr(self.model, "config", None)
+        return config.length if getattr(config, "positions", "") == "learned" else 0
 
     def _reap(self) -> None:
         """Remove streams that were cancelled."""
@@ -335,7 +346,7 @@ class Pool:
     def _read_together(self, jobs: list[_Reading]) -> None:
         for job in jobs:
             if job.state is None:
-                job.state = self.model.init_state(1, self.capacity)
+                job.state = self._slotted(self.model.init_state(1, self.capacity))
         pieces = [job.tokens[job.read : job.read + self.prefill] for job in jobs]
         width = max(map(len, pieces))
         tokens = torch.tensor([[*piece, *[0] * (width - len(piece))] for piece in pieces], device=self.model.device)

@@ -147,7 +147,7 @@ class Server:
             await self._body(request),
             model=self.name,
             codec=self.codec,
-            vocab=self.pool.model.start,
+            vocab=self.pool.vocab,
             most=self.limits.tokens,
         )
         if self.closing:
@@ -271,6 +271,7 @@ class Server:
                     prompt,
                     max_new_tokens=asked.max_tokens,
                     sampling=asked.ways(i),
+                    stop=self.codec.ends if self.codec else (),
                     top=asked.logprobs or 0,
                     listener=listener,
                 )

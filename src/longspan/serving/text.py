@@ -8,6 +8,8 @@ class Bytes:
     """Text as UTF-8 bytes: the tokens of a model of bytes."""
 
     vocab = 256
+    ends: tuple[int, ...] = ()
+    """tokens that end a stream"""
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of a text."""

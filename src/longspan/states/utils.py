@@ -251,7 +251,7 @@ def fix_capacity(state: S, capacity: int) -> S:
 
 def _nested(state: Any) -> list[tuple[str, Any]]:
     """The fields of a state that hold states of other modules: the layers of a stack, the attention of a block."""
-    return [(name, getattr(state, name)) for name in ("layers", "own") if hasattr(state, name)]
+    return [(name, getattr(state, name)) for name in ("layers", "own", "mixer") if hasattr(state, name)]
 
 
 def nbytes(state: Any) -> int:

@@ -26,7 +26,7 @@ def byte_tokenizer() -> "PreTrainedTokenizerFast":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    made = Tokenizer(models.BPE(vocab={**_letters(), START: 256}, merges=[]))
+    made = Tokenizer(models.BPE(vocab={**tokenization.byte_letters(), START: 256}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore[reportAttributeAccessIssue] (missing in the stubs)
     made.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue] (missing in the stubs)
     return PreTrainedTokenizerFast(
@@ -53,14 +53,3 @@ def tokenizer_of(content: str, vocab: int) -> "PreTrainedTokenizerFast":
     return PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token=START, eos_token=end, pad_token=START, clean_up_tokenization_spaces=False
     )
-
-
-def _letters() -> dict[str, int]:
-    """Return the tokenizers library's character for each byte: printable bytes themselves, others from 256 on.
-
-    References:
-        Radford et al. 2019, GPT-2, byte-level BPE.
-    """
-    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printed]
-    return {chr(byte if byte in printed else 256 + others.index(byte)): byte for byte in range(256)}

@@ -102,4 +102,9 @@ def _config(source: str | os.PathLike[str], options: dict[str, Any]) -> dict[str
         found = cached_file(os.fspath(source), "config.json", **{k: v for k, v in options.items() if k in hub})
         assert found is not None
         path = Path(found)
-    return json.loads(path.read_text(encoding="utf-8"))
+    return json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
+
+
+def _number(found: dict[str, Any]) -> Any:
+    """Return infinities as numbers, which transformers writes as ``{"__float__": "Infinity"}``."""
+    return float(found["__float__"]) if found.keys() == {"__float__"} else found

@@ -1,0 +1,121 @@
+"""Models in folders of transformers: of longspan, of flash-linear-attention, and hybrids of transformers."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .._utils.optional_deps import need
+from ..data import tokenization
+from .adapters import why_not_type
+from .text import Bytes
+from .tokenized import Tokenized
+
+TOKENIZER = "tokenizer.json"
+
+
+def is_folder(source: str) -> bool:
+    """Return whether a folder has a ``config.json`` of transformers, which names a model type."""
+    return "model_type" in _config(Path(source))
+
+
+def load(source: str, stop: str = "") -> tuple[Any, Tokenized | Bytes | None]:
+    """Load a model in evaluation mode, and its text.
+
+    Args:
+        source: A folder that ``save_pretrained`` has written, of ``LongspanForCausalLM``, of a model of
+            flash-linear-attention, or of a hybrid of transformers, which is accelerated.
+        stop: A token of the tokenizer that ends a stream; "" for those that the folder's configs name.
+
+    Returns:
+        The model, and its codec: None for a decoder of ours that has no text.
+
+    Raises:
+        ImportError: transformers or tokenizers is not installed.
+        ValueError: The model type is not served, the folder has no tokenizer.json, or the model cannot be loaded.
+    """
+    need(f"the model in {source}", "transformers")
+    folder = Path(source)
+    config = _config(folder)
+    kind = config["model_type"]
+    if kind == "longspan":
+        return _of_longspan(folder, stop)
+    from ..compat.fla import models as fla
+    from ..compat.fla.models.unserved import UNSERVED
+    from ..compat.transformers import accelerate
+
+    of_fla = kind in fla.supported()
+    if not of_fla and kind in UNSERVED:
+        raise ValueError(f"{source} has model_type {kind!r}, {UNSERVED[kind]}; it is not served")
+    if not of_fla and (reason := why_not_type(kind.removesuffix("_text"))):
+        raise ValueError(f"{source} has model_type {kind!r}, which is not served: {reason}")
+    content = _tokenizer(folder)
+    if not content:
+        raise ValueError(
+            f"{source} has no {TOKENIZER}; write it with transformers: "
+            f"AutoTokenizer.from_pretrained({source!r}).save_pretrained({source!r})"
+        )
+    if of_fla:
+        model = fla.load(source)
+    else:
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(source)
+        accelerate(model)
+    found = ends(content, stop, _numbers(model.generation_config, config))
+    return model.eval(), Tokenized(content, ends=found, special=True)
+
+
+def ends(tokenizer: str, stop: str, named: Iterable[int] = ()) -> list[int]:
+    """Return the tokens that end a stream.
+
+    Args:
+        tokenizer: The content of a ``tokenizer.json``.
+        stop: A token of it; "" for ``named``, or ``<|endoftext|>`` if there are none.
+        named: Numbers of tokens.
+
+    Raises:
+        ValueError: The tokenizer has no token ``stop``.
+    """
+    made = tokenization.parsed(tokenizer)
+    if stop:
+        end = tokenization.end_of(made, stop)
+        assert end is not None
+        return [end]
+    end = made.token_to_id(tokenization.END)
+    return list(named) or ([] if end is None else [end])
+
+
+def _of_longspan(folder: Path, stop: str) -> tuple[Any, Tokenized | Bytes | None]:
+    from ..compat.transformers import LongspanForCausalLM
+
+    model = LongspanForCausalLM.from_pretrained(folder).eval()
+    vocab = model.config.vocab_size
+    if content := _tokenizer(folder):
+        return model, Tokenized(content, ends=[end for end in ends(content, stop) if end < vocab])
+    if stop:
+        raise ValueError(f"--stop {stop!r} requires a model with a tokenizer; {folder} has no {TOKENIZER}")
+    data = (model.config.run or {}).get("data", "").partition(":")[0]
+    return model, Bytes() if data == "text" and vocab == Bytes.vocab else None
+
+
+def _numbers(*configs: Any) -> list[int]:
+    """Return the ``eos_token_id`` of the first config that has one: a number or several."""
+    for config in configs:
+        found = config.get("eos_token_id") if isinstance(config, dict) else getattr(config, "eos_token_id", None)
+        if found is not None:
+            return list(found) if isinstance(found, list | tuple) else [found]
+    return []
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _tokenizer(folder: Path) -> str:
+    path = folder / TOKENIZER
+    return path.read_text(encoding="utf-8") if path.is_file() else ""

@@ -1,0 +1,225 @@
+"""``longspan serve FOLDER``: runs with a tokenizer, hub folders, flash-linear-attention, hybrids of transformers."""
+
+import json
+import threading
+import time
+
+import pytest
+import torch
+
+import longspan
+from longspan.cli.serve import _loaded
+from longspan.data import documents, tokenization
+from longspan.serving import Pool
+from longspan.serving.text import Bytes
+from longspan.serving.tokenized import Tokenized
+
+httpx = pytest.importorskip("httpx")
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("tokenizers")
+pytest.importorskip("transformers")
+
+import hybrids  # noqa: E402
+from fla_laws import build  # noqa: E402
+from longspan.compat import transformers as on_cpu  # noqa: E402
+from longspan.serving.server import Server  # noqa: E402
+
+TEXT = "The old man looked at the river for a long while. 河川の水は高く、老人は長い間見ていた。 😀"
+PROMPT = "The old 河"
+NEW = 24
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    """Nothing stays replaced after a test."""
+    yield
+    on_cpu.restore()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text(TEXT * 3, encoding="utf-8")
+    return tokenization.train_bpe(documents.sources([str(file)]), 280)
+
+
+class Running:
+    """A server of a folder in a thread."""
+
+    def __init__(self, folder, stop="", **pool):
+        self.model, self.codec = _loaded(str(folder), stop)
+        self.server = Server(Pool(self.model, **({"slots": 4} | pool)), name="tiny", codec=self.codec)
+        self.http = uvicorn.Server(uvicorn.Config(self.server.app, port=0, log_level="error", lifespan="off"))
+        self.http.install_signal_handlers = lambda: None
+        self.thread = threading.Thread(target=self.http.run, daemon=True)
+        self.thread.start()
+        end = time.monotonic() + 60
+        while not self.http.started:
+            assert time.monotonic() < end, "the server did not start"
+            time.sleep(0.01)
+        self.url = f"http://127.0.0.1:{self.http.servers[0].sockets[0].getsockname()[1]}/v1"
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.http.should_exit = True
+        self.thread.join(10)
+        self.server.close()
+
+    def choice(self, **body):
+        given = {"prompt": PROMPT, "max_tokens": NEW, "temperature": 0} | body
+        found = httpx.post(f"{self.url}/completions", json=given, timeout=60).json()
+        assert "choices" in found, found
+        return found["choices"][0]
+
+    def streamed(self, **body):
+        given = {"prompt": PROMPT, "max_tokens": NEW, "temperature": 0, "stream": True} | body
+        with httpx.stream("POST", f"{self.url}/completions", json=given, timeout=60) as answer:
+            lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
+        return [json.loads(line)["choices"][0] for line in lines if line != "[DONE]"]
+
+
+def served(folder, expected, **pool):
+    """Greedy texts equal the expected tokens' text, whole and in pieces, and end where a stop token is drawn.
+
+    Args:
+        folder: The folder.
+        expected: The tokens after given ones: a function.
+        pool: Options of the pool.
+    """
+    with Running(folder, **pool) as running:
+        codec = running.codec
+        tokens = expected(codec.encode(PROMPT))
+        assert not set(tokens) & set(codec.ends)
+        choice = running.choice(logprobs=2)
+        assert choice["text"] == codec.decode(tokens)
+        assert choice["finish_reason"] == "length"
+        assert choice["logprobs"]["tokens"] == [codec.name(token) for token in tokens]
+        assert running.choice(echo=True)["text"] == PROMPT + choice["text"]
+        pieces = running.streamed()
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        assert len(pieces) > 2
+        word = codec.tokenizer.id_to_token(tokens[5])
+    with Running(folder, stop=word, **pool) as running:
+        choice = running.choice()
+        assert choice["text"] == codec.decode(tokens[: tokens.index(tokens[5])])
+        assert choice["finish_reason"] == "stop"
+
+
+def generated(model):
+    """What ``generate`` of transformers writes after tokens."""
+
+    def tokens(given):
+        ids = torch.tensor([given])
+        options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": None}
+        return model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)[0, len(given) :].tolist()
+
+    return tokens
+
+
+def decoder(tokenizer, vocab, data):
+    """A decoder whose greedy texts do not repeat one token."""
+    torch.manual_seed(3)
+    config = {"vocab": vocab, "dim": 16, "heads": 2, "depth": 2, "attention": "gated_deltanet", "positions": "none"}
+    model = longspan.Decoder(longspan.DecoderConfig(**config)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.5 * torch.randn_like(p))
+        model.head.bias.zero_()
+    model.tokenizer = tokenizer
+    return model, {"run": {"data": data, "length": 64}}
+
+
+def test_a_run_with_a_tokenizer(tokenizer, tmp_path):
+    from longspan.models import checkpoint
+
+    vocab = tokenization.vocab_of(tokenization.parsed(tokenizer))
+    model, extra = decoder(tokenizer, vocab, "tokens:somewhere")
+    checkpoint.save(model, tmp_path / "run", extra=extra)
+
+    def tokens(given):
+        return longspan.generate(model, torch.tensor([given]), max_new_tokens=NEW, temperature=0)[0].tolist()
+
+    served(tmp_path / "run", tokens)
+    # The same model on the hub, which has a start token beside those of the decoder.
+    model.tokenizer = tokenizer
+    on_cpu.LongspanForCausalLM.from_longspan(model).save_pretrained(tmp_path / "hub")
+    served(tmp_path / "hub", tokens)
+
+
+def test_folders_of_ours_without_a_tokenizer(tmp_path):
+    for data, vocab, kind in (("text:a", 256, Bytes), ("digits", 17, type(None))):
+        model, _ = decoder("", vocab, data)
+        made = on_cpu.LongspanForCausalLM(on_cpu.LongspanConfig.of(model.config, {"data": data}), model)
+        made.save_pretrained(tmp_path / data[:4])
+        assert isinstance(_loaded(str(tmp_path / data[:4]), "")[1], kind)
+        with pytest.raises(ValueError, match=r"requires a model with a tokenizer.*no tokenizer\.json"):
+            _loaded(str(tmp_path / data[:4]), "x")
+
+
+def test_a_model_of_fla(tokenizer, tmp_path):
+    vocab = tokenization.vocab_of(tokenization.parsed(tokenizer))
+    # Three numbers without a token, as in vocabularies that are padded to a multiple.
+    options = {"vocab_size": vocab + 3, "num_heads": 2, "attn": {"layers": [1], "num_heads": 4}}
+    model = build("gla", **options, eos_token_id=[vocab, vocab + 1])
+    with torch.no_grad():
+        model.lm_head.weight[vocab:] = 0
+    model.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    assert _loaded(str(tmp_path), "")[1].ends == (vocab, vocab + 1)
+    served(tmp_path, generated(model), capacity=60)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "jamba", "qwen3_5"])
+def test_a_hybrid_of_transformers(kind, tokenizer, tmp_path):
+    hybrids.served(kind)
+    if hybrids.version() < (5, 24):
+        pytest.skip("pools map caches from transformers 5.24 on")
+    vocab = tokenization.vocab_of(tokenization.parsed(tokenizer))
+    model = hybrids.model(kind, vocab_size=vocab)
+    model.save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    on_cpu.accelerate(model)
+    served(tmp_path, generated(model), capacity=60)
+    assert _loaded(str(tmp_path), "")[1].ends == (tokenization.parsed(tokenizer).token_to_id(tokenization.END),)
+
+
+def test_special_tokens_of_a_folder_are_added(tokenizer, tmp_path):
+    from tokenizers import processors
+
+    made = tokenization.parsed(tokenizer)
+    end = made.token_to_id(tokenization.END)
+    made.post_processor = processors.TemplateProcessing(
+        single=f"{tokenization.END} $A", special_tokens=[(tokenization.END, end)]
+    )
+    build("gla", vocab_size=made.get_vocab_size(), num_heads=2).save_pretrained(tmp_path)
+    made.save(str(tmp_path / "tokenizer.json"))
+    codec = _loaded(str(tmp_path), "")[1]
+    assert isinstance(codec, Tokenized)
+    assert codec.encode("ab")[0] == end
+
+
+def test_what_is_not_served_says_why(tokenizer, tmp_path):
+    def folder(name, **config):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        return str(tmp_path / name)
+
+    for kind, why in (
+        ("llama", "not one with recurrent layers"),
+        ("mesa_net", "conjugate gradients"),
+        ("zaya", "no kernel"),
+        ("glm5_next", "indexer"),
+        ("mamba2", "has no tokenizer.json"),
+    ):
+        with pytest.raises(ValueError, match=rf"{kind}.*{why}"):
+            _loaded(folder(kind, model_type=kind), "")
+    with pytest.raises(ValueError, match="holds no|no checkpoint|config"):
+        _loaded(folder("empty"), "")
+    build("gla", vocab_size=300, num_heads=2).save_pretrained(tmp_path / "gla")
+    (tmp_path / "gla" / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
+    with pytest.raises(ValueError, match="no token 'nope'"):
+        _loaded(str(tmp_path / "gla"), "nope")
