@@ -110,7 +110,9 @@ def continued(model, vocab):
     first, second = prompts(vocab, 2, seed=1)
     crowd = pool(model)
     (kept,) = crowd.submit(first, max_new_tokens=4, sampling=GREEDY, keep_state=True)
+    crowd.submit([1] * (len(first) + 1), max_new_tokens=2)
     crowd.run()
+    assert kept.state.position.tolist() == [len(first) + 3]
     before = copy.deepcopy(kept.state)
     more = [kept.tokens[-1], *second]
     other, *streams = (
@@ -165,6 +167,7 @@ def test_states_are_saved_and_loaded(tmp_path):
         states.save(kept.state, tmp_path / "state.safetensors")
         like = servable(made).init_state(1, 40)
         state = states.load(tmp_path / "state.safetensors", like=states.fix_capacity(like, 40))
+        crowd = pool(made, capacity=20)
         (stream,) = crowd.submit([kept.tokens[-1]], max_new_tokens=4, sampling=GREEDY, state=state)
         crowd.run()
         assert stream.tokens == alone(made, [3, 1, 4, *kept.tokens], 4)

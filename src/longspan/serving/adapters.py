@@ -83,9 +83,10 @@ def servable(model: Any) -> Servable:
     """
     if isinstance(model, Decoder):
         return model
-    if isinstance(model, nn.Module) and isinstance(decoder := getattr(model, "decoder", None), Decoder):
-        return decoder.train(model.training)
-    # Their packages are loaded if there is a model of them.
+    # The modules of other models are loaded if there is such a model.
+    hub = sys.modules.get("longspan.compat.transformers.causal_lm")
+    if hub is not None and isinstance(model, hub.LongspanForCausalLM):
+        return model.decoder
     fla = sys.modules.get("longspan.compat.fla.models.causal_lm")
     if fla is not None and isinstance(model, fla.FlaForCausalLM):
         return FlaModel(model)
