@@ -30,7 +30,7 @@ def document(server: Any, free: tuple[str, ...]) -> JSON:
         free: Paths that need no key.
     """
     about = fields(
-        model=server.name, text=server.codec is not None, vocab=server.pool.model.start, most=server.limits.tokens
+        model=server.name, text=server.codec is not None, vocab=server.pool.vocab, most=server.limits.tokens
     )
     paths: dict[str, JSON] = {
         "/v1/completions": {"post": _completions(server.codec is not None)},

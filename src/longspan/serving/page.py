@@ -29,7 +29,7 @@ def about(pool: Pool, codec: Any, grid: tuple[int, ...], max_tokens: int) -> dic
     """
     found: dict[str, Any] = {
         "kind": "text" if codec else "image" if grid else "tokens",
-        "vocab": pool.model.start,
+        "vocab": pool.vocab,
         "max_tokens": max_tokens,
         "slots": pool.slots,
         "state_bytes_per_stream": states.nbytes(pool.state) // pool.slots,
