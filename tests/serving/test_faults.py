@@ -77,7 +77,7 @@ class Scripted:
     """A model that gives these bytes, whatever it reads; the prompt is empty."""
 
     def __init__(self, model, text):
-        self._model, self._text, self.likelihood = model, text, self
+        self._model, self._text, self.likelihood, self.levels = model, text, self, 256
 
     def __getattr__(self, name):
         return getattr(self._model, name)

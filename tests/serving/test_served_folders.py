@@ -49,7 +49,7 @@ class Running:
     """A server of a folder in a thread."""
 
     def __init__(self, folder, stop="", **pool):
-        self.model, self.codec = _loaded(str(folder), stop)
+        self.model, self.codec, _ = _loaded(str(folder), stop)
         self.server = Server(Pool(self.model, **({"slots": 4} | pool)), name="tiny", codec=self.codec)
         self.http = uvicorn.Server(uvicorn.Config(self.server.app, port=0, log_level="error", lifespan="off"))
         self.http.install_signal_handlers = lambda: None
