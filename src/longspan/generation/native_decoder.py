@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from .. import ops
-from ..attention.linear import Linear, LinearRotaryState, LinearState
-from ..attention.softmax import Softmax
 from ..models.decoder import Decoder, DecoderState
 from ..models.embedding import Embedding, TiedHead, check_tokens
 from ..models.stacks import Stack
@@ -21,11 +19,13 @@ from ..modules.feedforward import FeedForward
 from ..modules.positions import Sinusoidal
 from ..modules.sinusoidal import sinusoid
 from ..ops.native import decode
-from ..ops.native.call import MAPS, available
+from ..ops.native.call import available
 from ..ops.operands import check_stored, in_memory, mark_overwritten, overlap, stored
 from ..states import kv_cache
 from ..states.counters import check_counts
-from ..states.kv_cache import KeyValues
+from ..states.kv_cache import FixedKeyValues, KeyValues
+from . import native_mixers
+from .native_mixers import MIXERS, Layout, Row
 
 
 class Known(NamedTuple):
@@ -47,7 +47,8 @@ class Engine:
     Threads may share an engine: calls with different states are independent.
 
     Args:
-        model: A decoder on the CPU, in float32 or bfloat16, of ``linear`` and ``softmax`` layers; see ``why_not``.
+        model: A decoder on the CPU, in float32 or bfloat16, whose layers are ``linear``, ``softmax`` or
+            ``gated_deltanet``; see ``why_not``.
 
     Raises:
         ValueError: For a decoder that is not supported. A call raises it for tokens and positions out of range and for
@@ -62,6 +63,8 @@ class Engine:
         self.dtype: torch.dtype = next(model.parameters()).dtype
         self.weights = decode.Weights(self.dtype)
         self.sinusoidal = parts.embedding.positions if isinstance(parts.embedding.positions, Sinusoidal) else None
+        self.layouts: list[Layout] = []
+        self.structures: list[Any] = []  # the stages, which live as long as their addresses
         self.layers = (decode.Layer * config.depth)(*(self._layer(block) for block in parts.stack.blocks))
         tokens = self.weights.table(parts.embedding.tokens.weight)
         self.rows = self.weights.kept[-1]  # the copy in self.weights
@@ -79,7 +82,6 @@ class Engine:
             self.weights.linear([head], [None if tied else parts.head.bias]),
             config.depth,
             config.dim,
-            config.heads,
             config.vocab + 1,
             config.length,
             decode.TYPES[self.dtype],
@@ -155,22 +157,14 @@ class Engine:
 
     def _check(self, state: Any) -> None:
         """Raise ValueError for a state that the kernel, which has no checks, must not read."""
-        size, layers = self.model.config.dim // self.model.config.heads, self.layers
-        fits = isinstance(state, DecoderState) and isinstance(state.layers, tuple) and len(state.layers) == len(layers)
+        layouts = self.layouts
+        fits = isinstance(state, DecoderState) and isinstance(state.layers, tuple) and len(state.layers) == len(layouts)
         fits = fits and isinstance(state.position, Tensor) and state.position.dim() == 1
-        for given, layer in zip(state.layers, layers, strict=False) if fits else ():
-            batch, heads = len(state.position), layer.groups
-            match given:
-                case KeyValues(keys, values, length):
-                    slots = (batch, heads, keys.shape[2] if isinstance(keys, Tensor) and keys.dim() == 4 else 0, size)
-                    fits &= layer.kind == decode.SOFTMAX and _is(length, torch.int64, batch)
-                    fits &= _is(keys, self.dtype, *slots) and _is(values, self.dtype, *slots)
-                case LinearState(sums) | LinearRotaryState(sums, _):
-                    fits &= layer.kind == decode.LINEAR and isinstance(given, LinearRotaryState) == bool(layer.rates)
-                    fits &= _is(sums, torch.float32, batch, heads, size, size + 1)
-                    fits &= not isinstance(given, LinearRotaryState) or _is(given.position, torch.int64, batch)
-                case _:
-                    fits = False
+        for given, layout in zip(state.layers, layouts, strict=False) if fits else ():
+            fits &= isinstance(given, layout.kind) and len(given) == len(layout.parts)
+            for t, (dtype, shape) in zip(given, layout.parts, strict=False) if fits else ():
+                fits &= _is(t, dtype, len(state.position), *shape)
+            fits = fits and (not isinstance(given, KeyValues) or given.keys.shape == given.values.shape)
         if not fits or not _is(state.position, torch.int64, len(state.position)):
             if isinstance(state, DecoderState):
                 check_stored("the state", *pytree.tree_leaves(state))
@@ -179,24 +173,25 @@ class Engine:
 
     def _layer(self, block: Any) -> decode.Layer:
         attention, forward, weights = block.attention, block.feedforward, self.weights
-        parts = (attention.query, attention.key, attention.value)
-        linear = isinstance(attention, Linear)
-        rates = None
-        if attention.rotary:
-            half = attention.dim // attention.heads // 2
-            # As layers.rotate has them, so that the angles are the same to the last bit.
-            rates = weights.numbers(attention.rotary ** (torch.arange(half, dtype=torch.float32) / -half))
+        row = Row(weights)
+        mixed, layout = MIXERS[type(attention)](attention, row)
+        row.wait()
+        self.layouts.append(layout)
+        stages = [
+            decode.Stage(ctypes.addressof(stage), stage.kind, wait)
+            for stage, wait in zip(row.stages, row.waits, strict=True)
+        ]
+        packed = (decode.Stage * len(stages))(*stages)
+        self.structures += [*row.stages, packed]
         return decode.Layer(
             self._norm(block.norm1),
             self._norm(block.norm2),
-            weights.linear([p.weight for p in parts], [p.bias for p in parts]),
             *(weights.linear([p.weight], [p.bias]) for p in (attention.out, forward.expand, forward.contract)),
-            rates,
-            decode.LINEAR if linear else decode.SOFTMAX,
-            attention.heads if linear else attention.groups,
-            MAPS[str(attention.feature_map)] if linear else 0,
+            ctypes.addressof(packed),
+            len(stages),
+            row.width,
+            mixed,
             decode.ACTIVATIONS[forward.activation],
-            attention.eps if linear else 0.0,
         )
 
     def _norm(self, norm: Any) -> decode.Norm:
@@ -213,8 +208,8 @@ PLAIN = (
     Block,
     Add,
     FeedForward,
-    Linear,
-    Softmax,
+    *MIXERS,
+    *native_mixers.PARTS,
     nn.Linear,
     nn.Embedding,
     nn.LayerNorm,
@@ -231,16 +226,13 @@ def _odd(name: str, module: nn.Module) -> str:
         return f"{name} is a {type(module).__name__}" if name else f"it is a {type(module).__name__}"
     if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
         return f"{name or 'it'} has hooks or a replaced forward"
-    if isinstance(module, Linear) and not isinstance(module.feature_map, str):
-        return f"{name}'s feature map is a Python callable"
-    if isinstance(module, Linear | Softmax) and module.rotary_layout != "halves":
-        return f"{name} rotates interleaved pairs of channels"
-    return ""
+    return native_mixers.why_not(name, module) if type(module) in MIXERS else ""
 
 
 def _is(t: Any, dtype: torch.dtype, *shape: int) -> bool:
-    """Whether ``t`` is a tensor of this dtype and shape with values in CPU memory."""
-    fits = isinstance(t, Tensor) and in_memory(t) and t.is_cpu and t.dtype == dtype and t.shape == shape
+    """Whether ``t`` is a tensor of this dtype and shape, -1 for any size, with values in CPU memory."""
+    fits = isinstance(t, Tensor) and in_memory(t) and t.is_cpu and t.dtype == dtype and t.dim() == len(shape)
+    fits = fits and all(size in (-1, found) for size, found in zip(shape, t.shape, strict=True))
     return fits and stored(t)
 
 
@@ -250,8 +242,8 @@ def _check_counters(state: DecoderState) -> None:
     for layer in state.layers:
         if isinstance(layer, KeyValues):
             check_counts("length", layer.length, layer.keys.shape[2])
-        elif isinstance(layer, LinearRotaryState):
-            check_counts("position", layer.position)
+        elif layer[-1].dtype == torch.int64:
+            check_counts("position", layer[-1])
 
 
 def _whole(layer: Any) -> Any:
@@ -271,16 +263,19 @@ def _places(state: DecoderState) -> list[tuple[int, int]]:
 
 
 def _address(layer: Any) -> decode.State:
-    match layer:
-        case KeyValues(keys, values, length):
-            return decode.State(keys.data_ptr(), values.data_ptr(), length.data_ptr(), keys.shape[2])
-        case LinearRotaryState(sums, position):
-            return decode.State(sums.data_ptr(), None, position.data_ptr(), 0)
-    return decode.State(layer.sums.data_ptr(), None, None, 0)
+    numbers = [t.data_ptr() for t in layer if t.is_floating_point()]
+    second = numbers[1] if len(numbers) > 1 else None
+    counter = layer[-1].data_ptr() if layer[-1].dtype == torch.int64 else None
+    return decode.State(numbers[0], second, counter, layer.keys.shape[2] if isinstance(layer, KeyValues) else 0)
 
 
 def _with_room(layer: Any) -> Any:
-    return kv_cache.with_room(layer, int(layer.length.max()) + 1) if isinstance(layer, KeyValues) else layer
+    if not isinstance(layer, KeyValues):
+        return layer
+    used, slots = int(layer.length.max()), layer.keys.shape[2]
+    if isinstance(layer, FixedKeyValues) and used == slots:
+        raise ValueError(f"all {slots} slots of the cache of fixed capacity are in use; fix a larger capacity")
+    return kv_cache.with_room(layer, used + 1)
 
 
 def _advance(state: DecoderState, addresses: ctypes.Array) -> DecoderState:
@@ -294,11 +289,7 @@ def _advance(state: DecoderState, addresses: ctypes.Array) -> DecoderState:
 
     layers = list(state.layers)
     for i, layer in enumerate(layers):
-        match layer:
-            case KeyValues(keys, values, length):
-                layers[i] = KeyValues(keys, values, later(length))
-                addresses[i].position = layers[i].length.data_ptr()
-            case LinearRotaryState(sums, position):
-                layers[i] = LinearRotaryState(sums, later(position))
-                addresses[i].position = layers[i].position.data_ptr()
+        if layer[-1].dtype == torch.int64:
+            layers[i] = type(layer)(*layer[:-1], later(layer[-1]))
+            addresses[i].position = layers[i][-1].data_ptr()
     return DecoderState(later(state.position), tuple(layers))

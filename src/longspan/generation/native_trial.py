@@ -12,10 +12,17 @@ from ..ops.backends import backend
 from ..ops.native.build.selftest import COMPARISONS, Comparisons
 from .native_decoder import Engine
 
+CASES = (
+    ("linear", torch.float32),
+    ("softmax", torch.float32),
+    ("linear", torch.bfloat16),
+    ("gated_deltanet", torch.float32),
+)
+
 
 def _decoders() -> Comparisons:
     """Decode steps of whole decoders, in both dtypes of weights."""
-    for attention, dtype in (("linear", torch.float32), ("softmax", torch.float32), ("linear", torch.bfloat16)):
+    for attention, dtype in CASES:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = Decoder(DecoderConfig(vocab=9, length=8, dim=96, heads=3, depth=2, attention=attention))

@@ -12,9 +12,10 @@ from .call import MAPS as MAPS
 from .call import TYPES as TYPES
 from .call import kernels
 
-# The numbers are those of decode/step.cpp and decode/activations.h.
+# The numbers are those of decode/stages.h and decode/activations.h.
 ACTIVATIONS = {"relu": 0, "gelu": 1, "silu": 2, "squared_relu": 3, "geglu": 4, "swiglu": 5}
-LINEAR, SOFTMAX = 0, 1
+GATES = {"silu": 2, "sigmoid": 6, "softplus": 7, "identity": 8}
+DECAYS = {None: 0, "head": 1, "channel": 2}
 FINE, NO_MEMORY, BAD_TOKEN, BAD_POSITION, NO_ROOM, BAD_LENGTH = range(6)
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
@@ -32,15 +33,100 @@ class Norm(ctypes.Structure):
     _fields_ = (("weight", _POINTER), ("bias", _POINTER), ("eps", _FLOAT))
 
 
+class Project(ctypes.Structure):
+    """A linear map of a part of the activations, or of the mixer's input for -1."""
+
+    kind = 0
+    _fields_ = (("map", Linear), ("start", _LONG), ("to", _LONG))
+
+
+class LinearAttention(ctypes.Structure):
+    """Linear attention of queries, keys and values that are adjacent."""
+
+    kind = 1
+    _fields_ = (
+        ("rates", _POINTER),
+        *((name, _LONG) for name in ("start", "to", "heads", "size", "map")),
+        ("eps", _FLOAT),
+    )
+
+
+class SoftmaxAttention(ctypes.Structure):
+    """Softmax attention over the cache, to which it adds the token."""
+
+    kind = 2
+    _fields_ = (("rates", _POINTER), *((name, _LONG) for name in ("start", "to", "heads", "groups", "size")))
+
+
+class Turn(ctypes.Structure):
+    """Rotates adjacent heads in place."""
+
+    kind = 3
+    _fields_ = (("rates", _POINTER), *((name, _LONG) for name in ("at", "heads", "size")))
+
+
+class Convolve(ctypes.Structure):
+    """The short convolution with silu, in place."""
+
+    kind = 4
+    _fields_ = (("weights", _POINTER), *((name, _LONG) for name in ("at", "channels", "taps")))
+
+
+class Curve(ctypes.Structure):
+    """to = factor * activation(slope * (start + bias)), channel by channel; each of the three may be None."""
+
+    kind = 5
+    _fields_ = (
+        *((name, _POINTER) for name in ("bias", "slope", "factor")),
+        *((name, _LONG) for name in ("start", "to", "width", "activation")),
+    )
+
+
+class Scale(ctypes.Structure):
+    """to = add + start * by, with one number for each ``size`` channels: a part, or constants; add may be -1."""
+
+    kind = 6
+    _fields_ = (("constants", _POINTER), *((name, _LONG) for name in ("start", "by", "add", "to", "width", "size")))
+
+
+class Recur(ctypes.Structure):
+    """The recurrence with decay and delta rule; its decays are a part or constants, beta is a part or -1."""
+
+    kind = 7
+    _fields_ = (
+        ("log_decay", _POINTER),
+        *((name, _LONG) for name in ("query", "key", "value", "log_decays", "beta", "to", "heads", "key_heads")),
+        *((name, _LONG) for name in ("keys", "values", "decay", "normalize")),
+        ("scale", _FLOAT),
+    )
+
+
+class HeadNorm(ctypes.Structure):
+    """The norm of adjacent groups of channels in place, with a gate before or after it, or -1."""
+
+    kind = 8
+    _fields_ = (
+        ("weight", _POINTER),
+        *((name, _LONG) for name in ("at", "groups", "size", "weight_step", "gate", "activation", "gate_first")),
+        ("centered", _LONG),
+        ("eps", _FLOAT),
+    )
+
+
+class Stage(ctypes.Structure):
+    """One of the structures above; with ``wait`` all threads wait for its results."""
+
+    _fields_ = (("what", _POINTER), ("kind", _LONG), ("wait", _LONG))
+
+
 class Layer(ctypes.Structure):
-    """One block: two norms, its linear maps, its attention."""
+    """One block: two norms, the stages of its mixer, its other linear maps."""
 
     _fields_ = (
         *((name, Norm) for name in ("norm1", "norm2")),
-        *((name, Linear) for name in ("project", "out", "expand", "contract")),
-        ("rates", _POINTER),
-        *((name, _LONG) for name in ("kind", "groups", "map", "activation")),
-        ("eps", _FLOAT),
+        *((name, Linear) for name in ("out", "expand", "contract")),
+        ("stages", _POINTER),
+        *((name, _LONG) for name in ("count", "width", "mixed", "activation")),
     )
 
 
@@ -51,7 +137,7 @@ class Model(ctypes.Structure):
         *((name, _POINTER) for name in ("layers", "tokens", "table")),
         ("norm", Norm),
         ("head", Linear),
-        *((name, _LONG) for name in ("depth", "dim", "heads", "vocab", "length", "type", "prenorm")),
+        *((name, _LONG) for name in ("depth", "dim", "vocab", "length", "type", "prenorm")),
     )
 
 
@@ -86,6 +172,17 @@ class Weights:
     def numbers(self, x: Tensor) -> int:
         """Return the address of a copy in float32."""
         return self._keep(x.detach().to(torch.float32, copy=True).contiguous())
+
+    def taps(self, weight: Tensor, bias: Tensor | None) -> int:
+        """Return the address of the weights (C,K) and biases (C,) of a convolution in the order of a step."""
+        weight = weight.detach().float().contiguous()
+        bias = None if bias is None else bias.detach().float().contiguous()
+        channels, count = weight.shape
+        # Whole vectors of channels, of 16 at most.
+        packed = torch.empty(-(-channels // 16) * 16 * (count + 1), dtype=torch.float32, device="cpu")
+        address = None if bias is None else bias.data_ptr()
+        kernels("decode").longspan_pack_taps(weight.data_ptr(), address, channels, count, packed.data_ptr())
+        return self._keep(packed)
 
     def table(self, x: Tensor) -> int:
         """Return the address of a copy in the model's dtype."""

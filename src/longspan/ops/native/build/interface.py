@@ -47,6 +47,7 @@ FAMILIES: dict[str, dict[str, tuple[type | None, tuple[type, ...]]]] = {
     "decode": {
         "longspan_packed_size": (LONG, (LONG, LONG)),
         "longspan_pack": (None, (POINTER, LONG, LONG, INT, POINTER)),
+        "longspan_pack_taps": (None, (POINTER, POINTER, LONG, LONG, POINTER)),
         "longspan_decode": (INT, (*[POINTER] * 5, LONG, POINTER, INT)),
     },
 }

@@ -1,10 +1,20 @@
-// Activations of feed-forward networks; the numbers are those of ops/native/decode.py.
+// Activations of feed-forward networks and gates; the numbers are those of ops/native/decode.py.
 #pragma once
-#include "../shared/vec.h"
+#include "../shared/softplus.h"
 
 namespace {
 
-enum Activation { relu_act = 0, gelu = 1, silu_act = 2, squared_relu_act = 3, geglu = 4, swiglu = 5 };
+enum Activation {
+    relu_act = 0,
+    gelu = 1,
+    silu_act = 2,
+    squared_relu_act = 3,
+    geglu = 4,
+    swiglu = 5,
+    sigmoid_act = 6,
+    softplus_act = 7,
+    identity_act = 8,
+};
 
 inline vec gaussian_gelu(vec x) {
     // erf by 1 - t P(t) e^(-u^2), t = 1 / (1 + 0.4 u), P fitted for the smallest error on 0 <= u <= 6, 3e-8.
@@ -27,6 +37,9 @@ inline vec activate(long kind, vec x) {
         case geglu: return gaussian_gelu(x);
         case silu_act:
         case swiglu: return silu(x);
+        case sigmoid_act: return sigmoid(x);
+        case softplus_act: return softplus(x);
+        case identity_act: return x;
         default: return pick(x <= zero, zero, x * x);
     }
 }

@@ -1,45 +1,35 @@
-// A decode step of a whole model: embedding, blocks of linear or softmax attention, head, in one parallel region with
-// only barriers between the layers. Weights are packed once, by longspan_pack. Plain C interface.
+// A decode step of a whole model: embedding, blocks of mixers and feed-forward networks, head, in one parallel region with
+// only barriers between the stages. Weights are packed once, by longspan_pack. Plain C interface.
 //
-// Sizes: B sequences, d width of the residual stream, H heads of D = d / H channels, G key heads, F inner width.
+// Sizes: B sequences, d width of the residual stream.
 #include <cmath>
 #include <cstdlib>
 
-#include "activations.h"
-#include "cached.h"
 #include "../shared/gemm.h"
-#include "../linear/token.h"
+#include "stages.h"
 
 namespace {
 
 constexpr long PANEL = COLUMNS * W;  // adjacent outputs of a packed linear map
 constexpr long BLOCK = 48;           // sequences that a thread processes per panel
 
-enum Kind { linear_kind = 0, softmax_kind = 1 };
 enum Failure { fine = 0, no_memory = 1, bad_token = 2, bad_position = 3, no_room = 4, bad_length = 5 };
 
 }  // namespace
 
 extern "C" {
 
-// y = W x + b; weight packed, of the model's type; bias float or null.
-struct longspan_linear {
-    const void* weight;
-    const float* bias;
-    long in, out;
-};
-
 struct longspan_norm {
     const float *weight, *bias;  // bias null: the mean is not subtracted (RMS)
     float eps;
 };
 
+// A block. The mixer's stages compute on ``width`` floats per sequence; ``out`` maps those from ``mixed`` on.
 struct longspan_layer {
     longspan_norm norm1, norm2;
-    longspan_linear project, out, expand, contract;  // project gives queries, keys and values in one vector
-    const float* rates;  // rotary: D/2 angles per position, or null
-    long kind, groups, map, activation;
-    float eps;
+    longspan_linear out, expand, contract;
+    const longspan_stage* stages;
+    long count, width, mixed, activation;
 };
 
 struct longspan_model {
@@ -47,15 +37,7 @@ struct longspan_model {
     const void *tokens, *table;  // embeddings (vocab, d) and learned positions (length, d) or null, of the model's type
     longspan_norm norm;          // weight null: none
     longspan_linear head;
-    long depth, dim, heads, vocab, length, type, prenorm;  // type 0: float, 1: bfloat16
-};
-
-// The state of one layer: of linear attention the sums (B,H,D,E+1), of softmax keys and values (B,G,capacity,D) of the
-// model's type; position (B) is the number of tokens, null if not needed.
-struct longspan_state {
-    void *first, *second;
-    const std::int64_t* position;
-    long capacity;
+    long depth, dim, vocab, length, type, prenorm;  // type 0: float, 1: bfloat16
 };
 
 }  // extern "C"
@@ -103,161 +85,196 @@ void panel(const longspan_linear& map, long which, const float* x, long xi, long
     }
 }
 
-struct Sizes {
-    long batch, dim, heads, size, parts;
-};
-
-// One head of one sequence; the same thread processes all heads before ``to``, counted over the batch.
-void linear_head(const longspan_layer& layer, const longspan_state& state, const Sizes& n, long b, long h, long to,
-                 const float* projected, float* out, float* room) {
-    const long d = n.size;
-    const float *q = projected + h * d, *k = q + n.dim, *v = k + n.dim;
-    float *fq = room, *fk = room + d, *rq = room + 2 * d, *rk = room + 3 * d, *turn = room + 4 * d;
-    map_token(static_cast<int>(layer.map), q, fq, d);
-    map_token(static_cast<int>(layer.map), k, fk, d);
-    Token token{fk, fq, fk, fq, v};
-    if (layer.rates) {
-        turns(layer.rates, state.position[b], turn, d);
-        rotate(fq, turn, rq, d);
-        rotate(fk, turn, rk, d);
-        token = {rk, rq, fk, fq, v};
-    }
-    float* sums = static_cast<float*>(state.first);
-    const long each = d * (d + 1);
-    advance_head(sums + (b * n.heads + h) * each, sums + to * each, token, out + h * d, d, d, layer.eps);
-}
-
-// All query heads that share key head g of sequence b; its key and value are first written to the cache.
-template <class T>
-void softmax_group(const longspan_layer& layer, const longspan_state& state, const Sizes& n, long b, long g,
-                   const float* projected, float* out, float* room) {
-    const long d = n.size, members = n.heads / layer.groups, slot = state.position[b];
-    const float *k = projected + n.dim + g * d, *v = k + layer.groups * d;
-    T* keys = static_cast<T*>(state.first) + (b * layer.groups + g) * state.capacity * d;
-    T* values = static_cast<T*>(state.second) + (b * layer.groups + g) * state.capacity * d;
-    float *q = room, *turned = room + d, *turn = room + 2 * d;
-    if (layer.rates) {
-        turns(layer.rates, slot, turn, d);
-        rotate(k, turn, turned, d);
-        k = turned;
-    }
-    for (long j = 0; j < d; ++j) {
-        narrow(k[j], keys + slot * d + j);
-        narrow(v[j], values + slot * d + j);
-    }
-    const float scale = 1.0f / std::sqrt(static_cast<float>(d));
-    for (long h = g * members; h < (g + 1) * members; ++h) {
-        const float* from = projected + h * d;
-        if (layer.rates) {
-            rotate(from, turn, turned, d);
-            from = turned;
-        }
-        for (long j = 0; j < d; ++j) q[j] = from[j] * scale;
-        softmax_head(q, keys, values, slot + 1, d, out + h * d);
-    }
-}
-
 template <class T>
 struct Decode {
     const longspan_model& model;
     const longspan_state* states;
-    Sizes n;
-    float *x, *normed, *projected, *mixed, *hidden, *room;  // activations of all sequences; room (threads, 6 D)
-    long project_width, hidden_width;
+    long batch, dim, parts;
+    float *x, *normed, *inner;  // activations of all sequences: two of d channels, and those within mixer or network
 
-    // Called by all threads together; ends with a barrier.
+    // Called by all threads together, like all below.
     void apply(const longspan_linear& map, const float* from, long width, float* to, long to_width, After after,
                long activation) const {
-        const long panels = (map.out + PANEL - 1) / PANEL, blocks = (n.batch + BLOCK - 1) / BLOCK;
-#pragma omp for schedule(static)
+        const long panels = (map.out + PANEL - 1) / PANEL, blocks = (batch + BLOCK - 1) / BLOCK;
+#pragma omp for schedule(static) nowait
         for (long item = 0; item < panels * blocks; ++item) {
-            const long first = item % blocks * BLOCK, rows = n.batch - first < BLOCK ? n.batch - first : BLOCK;
+            const long first = item % blocks * BLOCK, rows = batch - first < BLOCK ? batch - first : BLOCK;
             panel<T>(map, item / blocks, from + first * width, width, rows, to + first * to_width, to_width, after,
                      activation);
         }
     }
 
+    void wait() const {
+#pragma omp barrier
+    }
+
     void norm(const longspan_norm& how, const float* from, float* to) const {
 #pragma omp for schedule(static)
-        for (long b = 0; b < n.batch; ++b) normalize(how, from + b * n.dim, to + b * n.dim, n.dim);
+        for (long b = 0; b < batch; ++b) normalize(how, from + b * dim, to + b * dim, dim);
     }
 
     void embed(const std::int64_t* tokens, const std::int64_t* positions) const {
         const T *rows = static_cast<const T*>(model.tokens), *table = static_cast<const T*>(model.table);
 #pragma omp for schedule(static)
-        for (long b = 0; b < n.batch; ++b)
-            for (long j = 0; j < n.dim; ++j)
-                x[b * n.dim + j] = widen(rows[tokens[b] * n.dim + j]) +
-                                   (table ? widen(table[positions[b] * n.dim + j]) : 0.0f);
+        for (long b = 0; b < batch; ++b)
+            for (long j = 0; j < dim; ++j)
+                x[b * dim + j] =
+                    widen(rows[tokens[b] * dim + j]) + (table ? widen(table[positions[b] * dim + j]) : 0.0f);
     }
 
-    void attend(const longspan_layer& layer, const longspan_state& state, float* mine) const {
-        const long units = layer.kind == softmax_kind ? layer.groups : n.heads, items = n.batch * units;
-#pragma omp for schedule(static)
-        for (long part = 0; part < n.parts; ++part) {
-            const long end = items * (part + 1) / n.parts;
-            for (long item = items * part / n.parts; item < end; ++item) {
-                const long b = item / units, unit = item % units;
-                const float* from = projected + b * project_width;
-                float* to = mixed + b * n.dim;
-                if (layer.kind == softmax_kind)
-                    softmax_group<T>(layer, state, n, b, unit, from, to, mine);
-                else
-                    linear_head(layer, state, n, b, unit, end, from, to, mine);
+    // f(row, b) for each sequence.
+    template <class F>
+    void each_row(long width, F f) const {
+#pragma omp for schedule(static) nowait
+        for (long b = 0; b < batch; ++b) f(inner + b * width, b);
+    }
+
+    // f(from, to) for ranges of units, ``units`` for each sequence; the same ranges for the same number of units, so that a
+    // thread goes on with its own.
+    template <class F>
+    void each_part(long units, F f) const {
+#pragma omp for schedule(static) nowait
+        for (long part = 0; part < parts; ++part)
+            f(batch * units * part / parts, batch * units * (part + 1) / parts);
+    }
+
+    // f(row, b, unit, to) for each unit; ``to`` ends the units of the thread.
+    template <class F>
+    void each_unit(long units, long width, F f) const {
+        each_part(units, [&](long from, long to) {
+            for (long i = from; i < to; ++i) f(inner + i / units * width, i / units, i % units, to);
+        });
+    }
+
+    void run_stage(const longspan_stage& stage, const longspan_layer& layer, const longspan_state& state, const float* input,
+                   float* mine) const {
+        const long width = layer.width;
+        switch (stage.kind) {
+            case project: {
+                const auto& how = of<longspan_project>(stage);
+                const bool first = how.from < 0;
+                apply(how.map, first ? input : inner + how.from, first ? dim : width, inner + how.to, width, keep, 0);
+                break;
+            }
+            case linear_attention: {
+                const auto& how = of<longspan_linear_attention>(stage);
+                each_unit(how.heads, width,
+                          [&](float* row, long b, long h, long to) { run_linear(how, state, b, h, to, row, mine); });
+                break;
+            }
+            case softmax_attention: {
+                const auto& how = of<longspan_softmax_attention>(stage);
+                each_unit(how.groups, width,
+                          [&](float* row, long b, long g, long) { run_softmax<T>(how, state, b, g, row, mine); });
+                break;
+            }
+            case turn: {
+                const auto& how = of<longspan_turn>(stage);
+                each_row(width, [&](float* row, long b) { run_turn(how, state.position[b], row, mine); });
+                break;
+            }
+            case convolve: {
+                const auto& how = of<longspan_convolve>(stage);
+                each_unit((how.channels + CHANNELS - 1) / CHANNELS, width, [&](float* row, long b, long unit, long) {
+                    run_convolve(how, state, row, b, unit * CHANNELS, mine);
+                });
+                break;
+            }
+            case curve: {
+                const auto& how = of<longspan_curve>(stage);
+                each_row(width, [&](float* row, long) { run_curve(how, row); });
+                break;
+            }
+            case scale: {
+                const auto& how = of<longspan_scale>(stage);
+                each_row(width, [&](float* row, long) { run_scale(how, row); });
+                break;
+            }
+            case recur: {
+                const auto& how = of<longspan_recur>(stage);
+                each_part(how.heads, [&](long from, long to) { run_recur(how, state, inner, width, from, to); });
+                break;
+            }
+            default: {
+                const auto& how = of<longspan_head_norm>(stage);
+                each_unit(how.groups, width, [&](float* row, long, long g, long) { run_head_norm(how, row, g); });
             }
         }
+        if (stage.wait) wait();
     }
 
     void feed(const longspan_layer& layer, const float* from) const {
-        if (layer.activation != geglu && layer.activation != swiglu) {
-            apply(layer.expand, from, n.dim, hidden, hidden_width, act, layer.activation);
-        } else {
-            apply(layer.expand, from, n.dim, hidden, hidden_width, keep, 0);
-            const long inner = layer.contract.in;
+        const long width = layer.expand.out;
+        const bool gated = layer.activation == geglu || layer.activation == swiglu;
+        apply(layer.expand, from, dim, inner, width, gated ? keep : act, layer.activation);
+        wait();
+        if (gated) {
+            const long half = layer.contract.in;
 #pragma omp for schedule(static)
-            for (long b = 0; b < n.batch; ++b) {
-                float* row = hidden + b * hidden_width;
+            for (long b = 0; b < batch; ++b) {
+                float* row = inner + b * width;
                 long j = 0;
-                for (; j + W <= inner; j += W)
-                    store(row + j, activate(layer.activation, load(row + j)) * load(row + inner + j));
-                for (; j < inner; ++j) row[j] = activate(layer.activation, splat(row[j]))[0] * row[inner + j];
+                for (; j + W <= half; j += W)
+                    store(row + j, activate(layer.activation, load(row + j)) * load(row + half + j));
+                for (; j < half; ++j) row[j] = activate(layer.activation, splat(row[j]))[0] * row[half + j];
             }
         }
-        apply(layer.contract, hidden, hidden_width, x, n.dim, add, 0);
+        apply(layer.contract, inner, width, x, dim, add, 0);
+        wait();
     }
 
     void run(float* mine, float* out) const {
         for (long l = 0; l < model.depth; ++l) {
             const longspan_layer& layer = model.layers[l];
             if (model.prenorm) norm(layer.norm1, x, normed);
-            apply(layer.project, model.prenorm ? normed : x, n.dim, projected, project_width, keep, 0);
-            attend(layer, states[l], mine);
-            apply(layer.out, mixed, n.dim, x, n.dim, add, 0);
+            for (long i = 0; i < layer.count; ++i)
+                run_stage(layer.stages[i], layer, states[l], model.prenorm ? normed : x, mine);
+            apply(layer.out, inner + layer.mixed, layer.width, x, dim, add, 0);
+            wait();
             norm(model.prenorm ? layer.norm2 : layer.norm1, x, model.prenorm ? normed : x);
             feed(layer, model.prenorm ? normed : x);
             if (!model.prenorm) norm(layer.norm2, x, x);
         }
         if (model.norm.weight) norm(model.norm, x, normed);
-        apply(model.head, model.norm.weight ? normed : x, n.dim, out, model.head.out, keep, 0);
+        apply(model.head, model.norm.weight ? normed : x, dim, out, model.head.out, keep, 0);
     }
 };
+
+// The floats of memory that a thread needs for a stage.
+inline long memory_of(const longspan_stage& stage) {
+    switch (stage.kind) {
+        case linear_attention: return 6 * of<longspan_linear_attention>(stage).size;
+        case softmax_attention: return 3 * of<longspan_softmax_attention>(stage).size;
+        case turn: return 2 * of<longspan_turn>(stage).size;
+        case convolve: return W * of<longspan_convolve>(stage).taps;
+        default: return 0;
+    }
+}
+
+inline bool caches(const longspan_layer& layer) {
+    for (long i = 0; i < layer.count; ++i)
+        if (layer.stages[i].kind == softmax_attention) return true;
+    return false;
+}
 
 template <class T>
 int decode(const longspan_model& model, const longspan_state* states, const std::int64_t* tokens,
            const std::int64_t* positions, const float* embedded, long batch, float* out, int threads) {
-    long project_width = 0, hidden_width = 0;
+    long width = 0, each = 0;
     for (long l = 0; l < model.depth; ++l) {
         const longspan_layer& layer = model.layers[l];
-        if (layer.project.out > project_width) project_width = layer.project.out;
-        if (layer.expand.out > hidden_width) hidden_width = layer.expand.out;
+        if (layer.width > width) width = layer.width;
+        if (layer.expand.out > width) width = layer.expand.out;
+        for (long i = 0; i < layer.count; ++i)
+            if (memory_of(layer.stages[i]) > each) each = memory_of(layer.stages[i]);
         // Everything is checked before anything is overwritten.
-        if (layer.kind == softmax_kind)
+        if (caches(layer))
             for (long b = 0; b < batch; ++b)
                 if (states[l].position[b] < 0 || states[l].position[b] > states[l].capacity) return bad_length;
     }
     // A cache that grows must be valid, so all lengths are checked first.
     for (long l = 0; l < model.depth; ++l)
-        if (model.layers[l].kind == softmax_kind)
+        if (caches(model.layers[l]))
             for (long b = 0; b < batch; ++b)
                 if (states[l].position[b] == states[l].capacity) return no_room;
     if (!embedded)
@@ -265,14 +282,12 @@ int decode(const longspan_model& model, const longspan_state* states, const std:
             if (tokens[b] < 0 || tokens[b] >= model.vocab) return bad_token;
             if (model.table && (positions[b] < 0 || positions[b] >= model.length)) return bad_position;
         }
-    const long dim = model.dim, size = dim / model.heads;
-    const long each = whole_vectors(6 * size) + 64, total = batch * (3 * dim + project_width + hidden_width) + threads * each;
-    float* memory = static_cast<float*>(std::malloc(sizeof(float) * total));
+    const long dim = model.dim;
+    each = whole_vectors(each) + 64;
+    float* memory = static_cast<float*>(std::malloc(sizeof(float) * (batch * (2 * dim + width) + threads * each)));
     if (!memory) return no_memory;
-    float *x = memory, *normed = x + batch * dim, *mixed = normed + batch * dim, *projected = mixed + batch * dim;
-    float *hidden = projected + batch * project_width, *room = hidden + batch * hidden_width;
-    const Decode<T> work{model, states, {batch, dim, model.heads, size, threads}, x, normed, projected, mixed, hidden, room,
-                         project_width, hidden_width};
+    float *x = memory, *normed = x + batch * dim, *inner = normed + batch * dim, *room = inner + batch * width;
+    const Decode<T> work{model, states, batch, dim, threads, x, normed, inner};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float* mine = nullptr;
@@ -308,6 +323,13 @@ void pack(const T* weight, long out, long in, T* packed) {
 
 // The number of elements that longspan_pack writes for a weight (out, in).
 extern "C" long longspan_packed_size(long out, long in) { return (out + PANEL - 1) / PANEL * PANEL * in; }
+
+// The taps of a convolution, weight (C, K) and bias (C) or null, into (C, K + 1) floats, C rounded up to whole vectors.
+extern "C" void longspan_pack_taps(const float* weight, const float* bias, long channels, long taps, float* packed) {
+    const long strides[2] = {taps, 1};
+    const Convolution call{0, 1, channels, taps, taps - 1, 0, nullptr, nullptr, weight, strides, bias, true};
+    call.gather_weights(0, channels, packed, W, (taps + 1) * W);
+}
 
 // weight (out, in), row by row, of type 0 float or 1 bfloat16, into the order of a step.
 extern "C" void longspan_pack(const void* weight, long out, long in, int type, void* packed) {

@@ -2,29 +2,12 @@
 // with d_t = dt_t or softplus(dt_t + bias). Source: Gu and Dao 2023 (2312.00752), section 3. The states of a channel fill
 // vectors; the channels of a group are read together and then go through a tile of tokens one after the other, so that all
 // they need stays in the first cache. The backward pass computes the states of a tile again from the saved one before it.
+#include "../shared/softplus.h"
 #include "tiles.h"
 
 namespace {
 
 constexpr long GROUP = 16;  // channels that are read together, a multiple of W
-
-// log(1 + u) for u in 0 ... 1, as 2 artanh(u / (2 + u)), whose series has a relative error of 2e-8 there.
-inline vec log1p_of(vec u) {
-    const vec s = u / (2.0f + u), q = s * s;
-    vec p = splat(1.0f / 13.0f);
-    p = p * q + 1.0f / 11.0f;
-    p = p * q + 1.0f / 9.0f;
-    p = p * q + 1.0f / 7.0f;
-    p = p * q + 1.0f / 5.0f;
-    p = p * q + 1.0f / 3.0f;
-    p = p * q + 1.0f;
-    return 2.0f * s * p;
-}
-
-inline vec softplus(vec x) {
-    const vec size = (vec)((ivec)x & 0x7fffffff);
-    return at_least(0.0f, x) + log1p_of(exponential(vec{} - size));
-}
 
 // Sizes and operands that both passes share. V: vectors of a state.
 template <int V>

@@ -1,0 +1,197 @@
+"""The stages of each mixer that the decode engine supports, on a row of activations per sequence."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..attention.deltanet import DeltaNet
+from ..attention.gated_deltanet import GatedDeltaNet, GatedDeltaNetState
+from ..attention.kda import KDA
+from ..attention.linear import Linear, LinearRotaryState, LinearState
+from ..attention.softmax import Softmax
+from ..attention.ssd import SSD
+from ..modules.norms import HeadNorm
+from ..modules.short_conv import ShortConvolution
+from ..ops.native import decode
+from ..ops.native.call import LARGEST, MAPS
+from ..states.kv_cache import KeyValues
+
+Part = tuple[torch.dtype, tuple[int, ...]]
+
+
+class Layout(NamedTuple):
+    """The state of a mixer: its class, and dtype and shape of each tensor without the batch; -1 is any size."""
+
+    kind: type
+    parts: tuple[Part, ...]
+
+
+class Row:
+    """Builds the stages of a mixer.
+
+    The activations of a sequence are a row, in which each part has a fixed place, given by its first channel; -1 is
+    none.
+
+    Args:
+        weights: Keeps the copies of the mixer's weights.
+    """
+
+    def __init__(self, weights: decode.Weights):
+        self.weights, self.width = weights, 0
+        self.stages: list[Any] = []
+        self.waits: list[bool] = []
+
+    def part(self, width: int) -> int:
+        """Return the place of a new part."""
+        self.width += width
+        return self.width - width
+
+    def add(self, stage: Any) -> None:
+        """Add a stage, which may run at the same time as others since the last ``wait``."""
+        self.stages.append(stage)
+        self.waits.append(False)
+
+    def wait(self) -> None:
+        """Let the following stages read what the stages so far have written."""
+        self.waits[-1] = True
+
+    def project(self, *maps: nn.Linear | None, start: int = -1) -> list[int]:
+        """Project a part, by default the input of the mixer -> the places of the results, which are adjacent."""
+        places = [-1 if m is None else self.part(m.out_features) for m in maps]
+        given = [m for m in maps if m is not None]
+        packed = self.weights.linear([m.weight for m in given], [m.bias for m in given])
+        self.add(decode.Project(packed, start, next(place for place in places if place >= 0)))
+        return places
+
+    def convolve(self, mix: ShortConvolution | None, at: int, width: int, bias: Tensor | None = None) -> None:
+        """The short convolution with silu in place; without a convolution bias and silu."""
+        if mix is None:
+            self.curve("silu", at, width, bias=bias)
+        else:
+            self.add(decode.Convolve(self.weights.taps(mix.weight, bias), at, width, mix.width))
+
+    def curve(
+        self,
+        activation: str,
+        at: int,
+        width: int,
+        *,
+        bias: Tensor | None = None,
+        slope: Tensor | None = None,
+        factor: Tensor | None = None,
+        to: int = -1,
+    ) -> None:
+        """factor * activation(slope * (x + bias)), numbers or (width,); in place unless there is ``to``."""
+        numbers = [
+            None if t is None else self.weights.numbers(t.flatten().expand(width)) for t in (bias, slope, factor)
+        ]
+        self.add(decode.Curve(*numbers, at, at if to < 0 else to, width, decode.GATES[activation]))
+
+    def turn(self, base: float, at: int, heads: int, size: int) -> None:
+        """Rotate adjacent heads in place."""
+        self.add(decode.Turn(self.rates(base, size), at, heads, size))
+
+    def rates(self, base: float, size: int) -> int | None:
+        """Return the address of the angles per position, None without rotary positions."""
+        if not base:
+            return None
+        half = size // 2
+        # As modules.rotary has them, so that the angles are the same to the last bit.
+        return self.weights.numbers(base ** (torch.arange(half, dtype=torch.float32, device="cpu") / -half))
+
+    def recur(
+        self,
+        query: int,
+        key: int,
+        value: int,
+        *,
+        to: int,
+        heads: int,
+        key_heads: int,
+        sizes: tuple[int, int],
+        decay: str | None = None,
+        log_decay: int | Tensor = -1,
+        beta: int = -1,
+        normalize: bool = False,
+        scale: float | None = None,
+    ) -> None:
+        """``gated.recur`` for one token; log decays are a part, or constants (H,) that all sequences share."""
+        constants = self.weights.numbers(log_decay) if isinstance(log_decay, Tensor) else None
+        place = log_decay if isinstance(log_decay, int) else -1
+        counts = heads, key_heads, *sizes, decode.DECAYS[decay], normalize
+        factor = sizes[0] ** -0.5 if scale is None else scale
+        self.add(decode.Recur(constants, query, key, value, place, beta, to, *counts, factor))
+
+    def head_norm(self, norm: HeadNorm, at: int, heads: int, size: int, gate: int = -1) -> None:
+        """The norm of each head in place, multiplied by its gate."""
+        weight = None if norm.weight is None else self.weights.numbers(norm.weight)
+        activation = decode.GATES["identity" if norm.gate == "none" else norm.gate]
+        centered = norm.kind == "group"
+        self.add(decode.HeadNorm(weight, at, heads, size, 0, gate, activation, False, centered, norm.eps))
+
+
+def _linear(a: Linear, row: Row) -> tuple[int, Layout]:
+    size = a.dim // a.heads
+    place, *_ = row.project(a.query, a.key, a.value)
+    row.wait()
+    out, number = row.part(a.dim), MAPS[str(a.feature_map)]
+    row.add(decode.LinearAttention(row.rates(a.rotary, size), place, out, a.heads, size, number, a.eps))
+    sums = torch.float32, (a.heads, size, size + 1)
+    return out, Layout(LinearRotaryState, (sums, COUNT)) if a.rotary else Layout(LinearState, (sums,))
+
+
+def _softmax(a: Softmax, row: Row) -> tuple[int, Layout]:
+    size = a.dim // a.heads
+    place, *_ = row.project(a.query, a.key, a.value)
+    row.wait()
+    out = row.part(a.dim)
+    row.add(decode.SoftmaxAttention(row.rates(a.rotary, size), place, out, a.heads, a.groups, size))
+    slots = row.weights.dtype, (a.groups, -1, size)
+    return out, Layout(KeyValues, (slots, slots, COUNT))
+
+
+def _gated_deltanet(a: GatedDeltaNet, row: Row) -> tuple[int, Layout]:
+    q, k, v, gate, rate, decay = row.project(a.query, a.key, a.value, a.out_gate, a.rate, a.decay)
+    row.wait()
+    row.convolve(a.mix, q, sum(a.widths))
+    row.curve("sigmoid", rate, a.heads, factor=torch.tensor(2.0) if a.negative else None)
+    row.curve("softplus", decay, a.heads, bias=a.dt_bias, factor=-a.a_log.detach().float().exp())
+    row.wait()
+    delta: dict[str, Any] = {"decay": "head", "log_decay": decay, "beta": rate, "normalize": True}
+    row.recur(q, k, v, to=v, heads=a.heads, key_heads=a.groups, sizes=a.sizes, **delta)
+    row.head_norm(a.norm, v, a.heads, a.sizes[1], gate)
+    return v, _recurrent(GatedDeltaNetState, a.heads, a.sizes, a.convolution, sum(a.widths))
+
+
+COUNT: Part = torch.int64, ()
+Build = Callable[[Any, Row], tuple[int, Layout]]
+MIXERS: dict[type, Build] = {
+    Linear: _linear,
+    Softmax: _softmax,
+    GatedDeltaNet: _gated_deltanet,
+}
+PARTS = (ShortConvolution, HeadNorm)
+
+
+def _recurrent(kind: type, heads: int, sizes: tuple[int, int], convolution: int, channels: int) -> Layout:
+    """The layout of sums and the recent inputs of a convolution."""
+    recent = torch.float32, (max(convolution - 1, 0), channels)
+    return Layout(kind, ((torch.float32, (heads, *sizes)), recent))
+
+
+def why_not(name: str, mixer: nn.Module) -> str:
+    """Return why the engine does not support the options of a mixer, "" if it does."""
+    if isinstance(mixer, Linear) and not isinstance(mixer.feature_map, str):
+        return f"{name}'s feature map is a Python callable"
+    if getattr(mixer, "rotary_layout", "halves") != "halves":
+        return f"{name} rotates interleaved pairs of channels"
+    sizes: tuple[int, ...] = getattr(mixer, "sizes", ())
+    if isinstance(mixer, SSD):
+        sizes = mixer.channels, mixer.size
+    elif isinstance(mixer, DeltaNet | KDA):
+        sizes = (mixer.dim // mixer.heads,)
+    if any(size > LARGEST for size in sizes):
+        return f"{name} has heads of more than {LARGEST} channels"
+    return ""

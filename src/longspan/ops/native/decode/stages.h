@@ -1,0 +1,246 @@
+// The stages of which mixers consist. A stage computes on a row of float activations per sequence, whose parts are given by
+// their first channels; the step's state is that of the layer. Plain C interface.
+#pragma once
+#include <cmath>
+
+#include "../convolution/token.h"
+#include "../gated/token.h"
+#include "../linear/token.h"
+#include "activations.h"
+#include "cached.h"
+
+extern "C" {
+
+// The state of one layer. ``first``: of linear attention the sums (B,H,D,E+1), of softmax the keys (B,G,capacity,D) of the
+// model's type, of a recurrence the sums (B,H,D,E). ``second``: of softmax the values, of a convolution its recent inputs
+// (B,K-1,C). ``position`` (B): the number of tokens, null if not needed.
+struct longspan_state {
+    void *first, *second;
+    const std::int64_t* position;
+    long capacity;
+};
+
+// y = W x + b; weight packed, of the model's type; bias float or null.
+struct longspan_linear {
+    const void* weight;
+    const float* bias;
+    long in, out;
+};
+
+// A linear map of the part ``from``, or of the mixer's input for -1.
+struct longspan_project {
+    longspan_linear map;
+    long from, to;
+};
+
+// Linear attention of queries, keys and values that are adjacent.
+struct longspan_linear_attention {
+    const float* rates;  // rotary: D/2 angles per position, or null
+    long from, to, heads, size, map;
+    float eps;
+};
+
+// Softmax attention over the cache, to which it adds the token; queries (H,D), keys and values (G,D) are adjacent.
+struct longspan_softmax_attention {
+    const float* rates;
+    long from, to, heads, groups, size;
+};
+
+// Rotates heads of one size in place.
+struct longspan_turn {
+    const float* rates;
+    long at, heads, size;
+};
+
+// A causal convolution with silu, in place. The weights are those of longspan_pack_taps.
+struct longspan_convolve {
+    const float* weights;
+    long at, channels, taps;
+};
+
+// to = factor * activation(slope * (from + bias)), channel by channel; each of the three may be null.
+struct longspan_curve {
+    const float *bias, *slope, *factor;
+    long from, to, width, activation;
+};
+
+// to = add + from * by, where ``by`` has one number for each ``size`` channels: those of a part, or constants. Without add
+// (-1) the product.
+struct longspan_scale {
+    const float* constants;
+    long from, by, add, to, width, size;
+};
+
+// The recurrence with decay and delta rule, for one token. ``decay``: per head or channel, as gated/chunk.h numbers them;
+// from a part, or constants. ``beta``: a part, or -1 for no delta rule. The output may replace the values.
+struct longspan_recur {
+    const float* log_decay;
+    long query, key, value, log_decays, beta, to, heads, key_heads, keys, values, decay, normalize;
+    float scale;
+};
+
+// The norm of adjacent groups of channels, in place: RMS, or after subtracting the mean. weight: null, or one number for each
+// channel of a group, in which case groups are ``weight_step`` numbers apart. ``gate``: a part, or -1 for none.
+struct longspan_head_norm {
+    const float* weight;
+    long at, groups, size, weight_step, gate, activation, gate_first, centered;
+    float eps;
+};
+
+// ``what`` is the structure of the kind; ``wait``: all threads wait for its results.
+struct longspan_stage {
+    const void* what;
+    long kind, wait;
+};
+
+}  // extern "C"
+
+namespace {
+
+enum Kind { project, linear_attention, softmax_attention, turn, convolve, curve, scale, recur, head_norm };
+
+template <class S>
+const S& of(const longspan_stage& stage) {
+    return *static_cast<const S*>(stage.what);
+}
+
+// The first n numbers, at most a vector; zeros beyond.
+inline vec some(const float* x, long n) { return gated::first(x, n); }
+inline void keep_some(float* to, vec x, long n) {
+    if (n >= W)
+        store(to, x);
+    else
+        std::memcpy(to, &x, sizeof(float) * n);
+}
+
+inline void run_curve(const longspan_curve& how, float* row) {
+    for (long c = 0; c < how.width; c += W) {
+        const long n = how.width - c;
+        vec x = some(row + how.from + c, n);
+        if (how.bias) x += some(how.bias + c, n);
+        if (how.slope) x *= some(how.slope + c, n);
+        x = activate(how.activation, x);
+        if (how.factor) x *= some(how.factor + c, n);
+        keep_some(row + how.to + c, x, n);
+    }
+}
+
+inline void run_scale(const longspan_scale& how, float* row) {
+    const float* by = how.by >= 0 ? row + how.by : how.constants;
+    for (long begin = 0; begin < how.width; begin += how.size, ++by)
+        for (long c = begin; c < begin + how.size; c += W) {
+            const long n = begin + how.size - c;
+            const vec x = *by * some(row + how.from + c, n);
+            keep_some(row + how.to + c, how.add >= 0 ? x + some(row + how.add + c, n) : x, n);
+        }
+}
+
+inline void run_head_norm(const longspan_head_norm& how, float* row, long group) {
+    const long size = how.size, before = group * size;
+    float* x = row + how.at + before;
+    const float *gate = how.gate >= 0 ? row + how.gate + before : nullptr, *weight = how.weight;
+    if (weight) weight += group * how.weight_step;
+    const auto gate_at = [&](long c) { return activate(how.activation, some(gate + c, size - c)); };
+    if (gate && how.gate_first)
+        for (long c = 0; c < size; c += W) keep_some(x + c, some(x + c, size - c) * gate_at(c), size - c);
+    vec lanes = vec{};
+    if (how.centered) {
+        for (long c = 0; c < size; c += W) lanes += some(x + c, size - c);
+        const float mean = sum(lanes) / size;
+        for (long c = 0; c < size; c += W) keep_some(x + c, some(x + c, size - c) - mean, size - c);
+        lanes = vec{};
+    }
+    for (long c = 0; c < size; c += W) {
+        const vec y = some(x + c, size - c);
+        lanes += y * y;
+    }
+    const float factor = 1.0f / std::sqrt(sum(lanes) / size + how.eps);
+    for (long c = 0; c < size; c += W) {
+        vec y = some(x + c, size - c) * factor;
+        if (weight) y *= some(weight + c, size - c);
+        if (gate && !how.gate_first) y *= gate_at(c);
+        keep_some(x + c, y, size - c);
+    }
+}
+
+// ``memory``: room for one head and its angles.
+inline void run_turn(const longspan_turn& how, std::int64_t position, float* row, float* memory) {
+    float *angles = memory, *turned = memory + how.size;
+    turns(how.rates, position, angles, how.size);
+    for (float *x = row + how.at, *end = x + how.heads * how.size; x < end; x += how.size) {
+        rotate(x, angles, turned, how.size);
+        std::memcpy(x, turned, sizeof(float) * how.size);
+    }
+}
+
+constexpr long CHANNELS = 512;  // of a convolution in one unit of work, a multiple of W
+
+inline void run_convolve(const longspan_convolve& how, const longspan_state& state, float* row, long b, long channel,
+                         float* window) {
+    const long rows = how.taps - 1, left = how.channels - channel, count = left < CHANNELS ? left : CHANNELS;
+    float* x = row + how.at + channel;
+    const Line<float, float> line{static_cast<float*>(state.second) + b * rows * how.channels + channel,
+                                  x, x, how.channels, 1, 1, how.weights + channel * (how.taps + 1), how.taps, rows};
+    with_taps(how.taps, [&](auto taps) { convolve_token<decltype(taps)::count, true>(line, count, window); });
+}
+
+// Heads from ... to, counted over the batch; ``width`` numbers lie between the rows.
+inline void run_recur(const longspan_recur& how, const longspan_state& state, float* rows, long width, long from, long to) {
+    const float* decays = how.log_decays >= 0 ? rows + how.log_decays : how.log_decay;
+    const gated::Step<float> step{static_cast<float*>(state.first), rows + how.query, rows + how.key, rows + how.value, decays,
+                                  how.beta >= 0 ? rows + how.beta : nullptr, rows + how.to, how.heads,
+                                  how.heads / how.key_heads, how.keys, how.values, static_cast<int>(how.decay),
+                                  how.normalize != 0, how.scale, width, how.log_decays >= 0 ? width : 0};
+    gated::step_rows(step, from, to);
+}
+
+// One head of one sequence; the same thread processes all heads before ``to``, counted over the batch. ``memory``: 6 heads.
+inline void run_linear(const longspan_linear_attention& how, const longspan_state& state, long b, long h, long to, float* row,
+                       float* memory) {
+    const long d = how.size, each = d * (d + 1);
+    const float *q = row + how.from + h * d, *k = q + how.heads * d, *v = k + how.heads * d;
+    float *fq = memory, *fk = fq + d, *rq = fk + d, *rk = rq + d, *angles = rk + d;
+    map_token(static_cast<int>(how.map), q, fq, d);
+    map_token(static_cast<int>(how.map), k, fk, d);
+    Token token{fk, fq, fk, fq, v};
+    if (how.rates) {
+        turns(how.rates, state.position[b], angles, d);
+        rotate(fq, angles, rq, d);
+        rotate(fk, angles, rk, d);
+        token = {rk, rq, fk, fq, v};
+    }
+    float* sums = static_cast<float*>(state.first);
+    advance_head(sums + (b * how.heads + h) * each, sums + to * each, token, row + how.to + h * d, d, d, how.eps);
+}
+
+// All query heads that share key head g of sequence b; its key and value are first written to the cache. ``memory``: 3 heads.
+template <class T>
+void run_softmax(const longspan_softmax_attention& how, const longspan_state& state, long b, long g, float* row,
+                 float* memory) {
+    const long d = how.size, members = how.heads / how.groups, slot = state.position[b];
+    const float *queries = row + how.from, *k = queries + (how.heads + g) * d, *v = k + how.groups * d;
+    T* keys = static_cast<T*>(state.first) + (b * how.groups + g) * state.capacity * d;
+    T* values = static_cast<T*>(state.second) + (b * how.groups + g) * state.capacity * d;
+    float *q = memory, *turned = q + d, *angles = turned + d;
+    if (how.rates) {
+        turns(how.rates, slot, angles, d);
+        rotate(k, angles, turned, d);
+        k = turned;
+    }
+    for (long j = 0; j < d; ++j) {
+        narrow(k[j], keys + slot * d + j);
+        narrow(v[j], values + slot * d + j);
+    }
+    const float factor = 1.0f / std::sqrt(static_cast<float>(d));
+    for (long h = g * members; h < (g + 1) * members; ++h) {
+        const float* from = queries + h * d;
+        if (how.rates) {
+            rotate(from, angles, turned, d);
+            from = turned;
+        }
+        for (long j = 0; j < d; ++j) q[j] = from[j] * factor;
+        softmax_head(q, keys, values, slot + 1, d, row + how.to + h * d);
+    }
+}
+
+}  // namespace
