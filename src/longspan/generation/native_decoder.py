@@ -47,8 +47,8 @@ class Engine:
     Threads may share an engine: calls with different states are independent.
 
     Args:
-        model: A decoder on the CPU, in float32 or bfloat16, whose layers are ``linear``, ``softmax`` or
-            ``gated_deltanet``; see ``why_not``.
+        model: A decoder on the CPU, in float32 or bfloat16, whose layers are ``linear``, ``softmax``, ``retention``,
+            ``gla``, ``ssd``, ``deltanet``, ``gated_deltanet`` or ``kda``; see ``why_not``.
 
     Raises:
         ValueError: For a decoder that is not supported. A call raises it for tokens and positions out of range and for
@@ -100,8 +100,10 @@ class Engine:
             return "the weights must be on the CPU, all float32 or all bfloat16"
         if model.training and (model.config.dropout or any(getattr(a, "dropout", 0) for a in model.stack.attentions())):
             return "dropout is active; call model.eval()"
-        if odd := next(filter(None, (_odd(name, module) for name, module in model.named_modules())), ""):
-            return odd
+        pairs = {id(pair) for module in model.modules() for pair in native_mixers.low_rank(module)}
+        for name, module in model.named_modules():
+            if odd := _odd(name, module, id(module) in pairs):
+                return odd
         return "" if available("decode") else "the native kernels could not be compiled"
 
     @torch.no_grad()
@@ -220,9 +222,9 @@ PLAIN = (
 )
 
 
-def _odd(name: str, module: nn.Module) -> str:
-    """Return why the engine does not support a module, "" if it does."""
-    if type(module) not in PLAIN:
+def _odd(name: str, module: nn.Module, known: bool) -> str:
+    """Return why the engine does not support a module, "" if it does; ``known``: whatever its type."""
+    if type(module) not in PLAIN and not known:
         return f"{name} is a {type(module).__name__}" if name else f"it is a {type(module).__name__}"
     if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
         return f"{name or 'it'} has hooks or a replaced forward"

@@ -6,12 +6,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..attention.deltanet import DeltaNet
+from ..attention.deltanet import DeltaNet, DeltaNetState
 from ..attention.gated_deltanet import GatedDeltaNet, GatedDeltaNetState
-from ..attention.kda import KDA
+from ..attention.gla import GLA, GLAState
+from ..attention.kda import KDA, KDAState
 from ..attention.linear import Linear, LinearRotaryState, LinearState
+from ..attention.retention import Retention, RetentionRotaryState, RetentionState
 from ..attention.softmax import Softmax
-from ..attention.ssd import SSD
+from ..attention.ssd import SSD, SSDState
 from ..modules.norms import HeadNorm
 from ..modules.short_conv import ShortConvolution
 from ..ops.native import decode
@@ -19,6 +21,7 @@ from ..ops.native.call import LARGEST, MAPS
 from ..states.kv_cache import KeyValues
 
 Part = tuple[torch.dtype, tuple[int, ...]]
+COUNT: Part = torch.int64, ()  # a counter of tokens
 
 
 class Layout(NamedTuple):
@@ -88,6 +91,11 @@ class Row:
             None if t is None else self.weights.numbers(t.flatten().expand(width)) for t in (bias, slope, factor)
         ]
         self.add(decode.Curve(*numbers, at, at if to < 0 else to, width, decode.GATES[activation]))
+
+    def scale(self, at: int, width: int, *, by: int | Tensor, size: int, to: int, add: int = -1) -> None:
+        """add + x * by, where by is a part or constants, one number for each ``size`` channels."""
+        constants = self.weights.numbers(by) if isinstance(by, Tensor) else None
+        self.add(decode.Scale(constants, at, by if isinstance(by, int) else -1, add, to, width, size))
 
     def turn(self, base: float, at: int, heads: int, size: int) -> None:
         """Rotate adjacent heads in place."""
@@ -165,12 +173,104 @@ def _gated_deltanet(a: GatedDeltaNet, row: Row) -> tuple[int, Layout]:
     return v, _recurrent(GatedDeltaNetState, a.heads, a.sizes, a.convolution, sum(a.widths))
 
 
-COUNT: Part = torch.int64, ()
+def _deltanet(a: DeltaNet, row: Row) -> tuple[int, Layout]:
+    size = a.dim // a.heads
+    q, k, v, rate = row.project(a.query, a.key, a.value, a.rate)
+    row.wait()
+    row.convolve(a.mix, q, 3 * a.dim)
+    row.curve("sigmoid", rate, a.heads, factor=torch.tensor(2.0) if a.negative else None)
+    row.wait()
+    row.recur(q, k, v, to=v, heads=a.heads, key_heads=a.heads, sizes=(size, size), beta=rate, normalize=True)
+    row.head_norm(a.norm, v, a.heads, size)
+    return v, _recurrent(DeltaNetState, a.heads, (size, size), a.convolution, 3 * a.dim)
+
+
+def _kda(a: KDA, row: Row) -> tuple[int, Layout]:
+    size = a.dim // a.heads
+    q, k, v, rate, low_decay, low_gate = row.project(a.query, a.key, a.value, a.rate, a.decay[0], a.out_gate[0])  # pyright: ignore[reportArgumentType] (linear maps)
+    row.wait()
+    (decay,) = row.project(a.decay[1], start=low_decay)  # pyright: ignore[reportArgumentType] (a linear map)
+    (gate,) = row.project(a.out_gate[1], start=low_gate)  # pyright: ignore[reportArgumentType] (a linear map)
+    row.convolve(a.mix, q, 3 * a.dim)
+    row.curve("sigmoid", rate, a.heads)
+    row.wait()
+    speed = a.a_log.detach().float().exp().expand(a.heads, size)
+    if a.lower_bound:
+        row.curve("sigmoid", decay, a.dim, bias=a.dt_bias, slope=speed, factor=torch.tensor(a.lower_bound))
+    else:
+        row.curve("softplus", decay, a.dim, bias=a.dt_bias, factor=-speed)
+    row.wait()
+    delta: dict[str, Any] = {"decay": "channel", "log_decay": decay, "beta": rate, "normalize": True}
+    row.recur(q, k, v, to=v, heads=a.heads, key_heads=a.heads, sizes=(size, size), **delta)
+    row.head_norm(a.norm, v, a.heads, size, gate)
+    return v, _recurrent(KDAState, a.heads, (size, size), a.convolution, 3 * a.dim)
+
+
+def _gla(a: GLA, row: Row) -> tuple[int, Layout]:
+    q, k, v, gate, low = row.project(a.query, a.key, a.value, a.out_gate, a.decay[0])  # pyright: ignore[reportArgumentType] (linear maps)
+    row.wait()
+    (decay,) = row.project(a.decay[1], start=low)  # pyright: ignore[reportArgumentType] (a linear map)
+    row.wait()
+    # log sigmoid(x) = -softplus(-x)
+    factor = torch.tensor(-1 / a.temperature)
+    row.curve("softplus", decay, a.heads * a.sizes[0], slope=torch.tensor(-1.0), factor=factor)
+    row.wait()
+    row.recur(q, k, v, to=v, heads=a.heads, key_heads=a.heads, sizes=a.sizes, decay="channel", log_decay=decay)
+    row.head_norm(a.norm, v, a.heads, a.sizes[1], gate)
+    return v, Layout(GLAState, ((torch.float32, (a.heads, *a.sizes)),))
+
+
+def _retention(a: Retention, row: Row) -> tuple[int, Layout]:
+    q, k, v, gate = row.project(a.query, a.key, a.value, a.out_gate)
+    row.wait()
+    if a.rotary:
+        row.turn(a.rotary, q, 2 * a.heads, a.sizes[0])
+        row.wait()
+    decays = torch.tensor(a.log_decay)
+    row.recur(q, k, v, to=v, heads=a.heads, key_heads=a.heads, sizes=a.sizes, decay="head", log_decay=decays)
+    row.head_norm(a.norm, v, a.heads, a.sizes[1], gate)
+    sums: Part = torch.float32, (a.heads, *a.sizes)
+    return v, Layout(RetentionRotaryState, (sums, COUNT)) if a.rotary else Layout(RetentionState, (sums,))
+
+
+def _ssd(a: SSD, row: Row) -> tuple[int, Layout]:
+    width, channels = a.widths[0], sum(a.widths)
+    v, k, q, gate, dt = row.project(a.value, a.key, a.query, a.out_gate, a.dt)
+    decay, scaled = row.part(a.heads), row.part(width)
+    row.wait()
+    row.convolve(a.mix, v, channels, bias=a.shift)
+    row.curve("softplus", dt, a.heads, bias=a.dt_bias)
+    row.curve("identity", dt, a.heads, factor=-a.a_log.detach().float().exp(), to=decay)
+    row.wait()
+    row.scale(v, width, by=dt, size=a.size, to=scaled)
+    row.wait()
+    sizes, head = (a.channels, a.size), {"decay": "head", "log_decay": decay, "scale": 1.0}
+    row.recur(q, k, scaled, to=scaled, heads=a.heads, key_heads=a.key_heads, sizes=sizes, **head)
+    row.wait()
+    row.scale(v, width, by=a.skip, size=a.size, add=scaled, to=scaled)
+    row.wait()
+    group, weight = width // a.key_heads, row.weights.numbers(a.scale)
+    silu, gate_first, centered = decode.GATES["silu"], True, False
+    row.add(decode.HeadNorm(weight, scaled, a.key_heads, group, group, gate, silu, gate_first, centered, 1e-5))
+    return scaled, _recurrent(SSDState, a.heads, sizes, a.convolution, channels)
+
+
+def low_rank(mixer: nn.Module) -> list[nn.Module]:
+    """The products of two linear maps in a mixer."""
+    pairs = [mixer.decay] if isinstance(mixer, GLA) else [mixer.decay, mixer.out_gate] if isinstance(mixer, KDA) else []
+    return [p for p in pairs if type(p) is nn.Sequential and [type(part) for part in p] == [nn.Linear, nn.Linear]]
+
+
 Build = Callable[[Any, Row], tuple[int, Layout]]
 MIXERS: dict[type, Build] = {
     Linear: _linear,
     Softmax: _softmax,
     GatedDeltaNet: _gated_deltanet,
+    DeltaNet: _deltanet,
+    KDA: _kda,
+    GLA: _gla,
+    Retention: _retention,
+    SSD: _ssd,
 }
 PARTS = (ShortConvolution, HeadNorm)
 

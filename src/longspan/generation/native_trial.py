@@ -17,6 +17,8 @@ CASES = (
     ("softmax", torch.float32),
     ("linear", torch.bfloat16),
     ("gated_deltanet", torch.float32),
+    ("kda; ssd(channels=20)", torch.float32),
+    ("retention; gla", torch.float32),
 )
 
 
