@@ -12,13 +12,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import states
+from ..generation.native_decoder import Engine
 from ..generation.sampling import afford_rows
-from ..models.decoder import DecoderState
+from ..models.decoder import Decoder, DecoderState
+from ..ops.backends import forced_backend
 from .adapters import servable
 from .prefix_cache import PrefixCache
 from .sampler import Sampling, sample
 
 Reason = Literal["stop", "length", "cancelled", "error"]
+NATIVE = ("auto", "native")  # forced backends with which the decode engine runs
 
 
 class Full(Exception):
@@ -80,6 +83,9 @@ class Pool:
     ``step`` reads a piece of the waiting prompts and draws one token for every live stream. ``submit`` and ``cancel``
     may be called from any thread, ``step`` from one at a time.
 
+    If the native decoder supports the model, it runs the decode steps with a copy of the weights, made by the
+    constructor.
+
     Greedy tokens of a stream equal those of ``longspan.generate`` up to ties: products of a batch round differently
     from those of one row. Sampled tokens depend on the stream's seed and position only.
 
@@ -129,6 +135,9 @@ class Pool:
             self.state = states.fix_capacity(empty, capacity) if grows else empty
             if not grows and states.nbytes(model.init_state(1, 1)) != states.nbytes(model.init_state(1, 2)):
                 raise ValueError("this model's state keeps every token; pass capacity=, the most tokens of a stream")
+        native = isinstance(model, Decoder) and forced_backend() in NATIVE and not Engine.why_not(model)
+        self._engine = Engine(model) if native else None
+        self._live: DecoderState | None = None  # the rows that the engine returned, while no stream came or went
         self.rows: list[Stream] = []
         self._next: list[int] = []  # the token that each live row reads next
         self._waiting: deque[_Reading] = deque()
@@ -372,6 +381,7 @@ class Pool:
             if reason is None:
                 slot = len(self.rows)
                 states.put(self.state, [slot], self._slotted(job.state))
+                self._live = None
                 self.rows.append(stream)
                 self._next.append(token)
             else:
@@ -388,7 +398,7 @@ class Pool:
         rows = pytree.tree_map(lambda t: t[:n], self.state)
         tokens = torch.tensor(self._next, device=self.model.device)[:, None]
         try:
-            outputs, after = self.model(tokens, rows, donate=True)
+            outputs, after = self._advance(tokens, rows)
         except Exception as error:
             # Their states may be overwritten in part.
             for i in reversed(range(n)):
@@ -403,6 +413,15 @@ class Pool:
             self._next[i], reason, error = self._emit(self.rows[i], drawn[i])
             if reason is not None:
                 self._leave(i, reason, error)
+
+    def _advance(self, tokens: Tensor, rows: DecoderState) -> tuple[Tensor, DecoderState]:
+        """Advance all rows by a token, by the native decoder if it supports the model."""
+        if self._engine is None or self._engine.model is not self.model or forced_backend() not in NATIVE:
+            self._live = None
+            return self.model(tokens, rows, donate=True)
+        # The native decoder checks a state unless it has returned it.
+        outputs, self._live = self._engine(tokens, rows if self._live is None else self._live)
+        return outputs, self._live
 
     def _drawn(self, outputs: Tensor, streams: list[Stream]) -> list[_Drawn | Exception]:
         """Draw the next token of each stream; an error is that of the rows that have it."""
@@ -450,6 +469,7 @@ class Pool:
 
     def _leave(self, row: int, reason: Reason, error: str = "") -> None:
         """Free a row: the last one takes its place."""
+        self._live = None
         stream = self.rows[row]
         if stream.keeps and reason in ("stop", "length"):
             stream.state = states.select(self.state, [row])
