@@ -17,6 +17,7 @@ BATTERY = tuple(
         "ops/test_native",
         "ops/test_sequence",
         "generation/test_engine",
+        "generation/test_engine_recurrent",
         "ops/test_gated_native",
         "ops/test_general_native",
         "ops/test_tiles",
