@@ -48,19 +48,20 @@ class Prebuilt(BuildHookInterface):
 def compile_all(kernels: Path, folder: Path) -> list[Path]:
     """The libraries and their list, written into ``folder``. Raises RuntimeError where that cannot be done here."""
     toolchain, prebuilt = modules(kernels, "toolchain"), modules(kernels, "prebuilt")
+    instruction_sets = modules(kernels, "instruction_sets")
     os.environ.setdefault("MACOSX_DEPLOYMENT_TARGET", MACOS)
     try:
         compiler = toolchain.find_compiler()
         if prebuilt.THREADED and toolchain.is_clang(compiler):
             raise RuntimeError("a wheel for Linux needs g++, since clang's OpenMP runtime is not torch's; set CXX=g++")
-        libraries = [folder / f"{level}.so" for level in prebuilt.LEVELS.get(platform.machine(), {})]
-        for library in libraries:
-            toolchain.compile(compiler, library, f"-march={library.stem}", openmp=prebuilt.THREADED)
+        flags = {folder / f"{one.name}.so": one.flags for one in instruction_sets.built()}
+        for library, machine in flags.items():
+            toolchain.compile(compiler, library, machine, openmp=prebuilt.THREADED)
     except toolchain.Unavailable as error:
         raise RuntimeError(f"the kernels could not be compiled: {error}") from error
     sums = folder / prebuilt.LIST
-    sums.write_text("".join(f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}\n" for p in libraries))
-    return [*libraries, sums]
+    sums.write_text("".join(f"{hashlib.sha256(p.read_bytes()).hexdigest()}  {p.name}\n" for p in flags))
+    return [*flags, sums]
 
 
 def modules(kernels: Path, name: str) -> types.ModuleType:

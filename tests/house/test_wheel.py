@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from longspan.ops.native.build import prebuilt, toolchain, trial
+from longspan.ops.native.build import instruction_sets, prebuilt, toolchain, trial
 
 ROOT = Path(__file__).parents[2]
 BUILD = ("-m", "hatchling", "build", "-t", "wheel", "-d")
@@ -123,9 +123,15 @@ def test_an_installed_wheel_needs_no_compiler(builder, tmp_path):
     (tmp_path / "empty").mkdir()
     bare = {"PATH": str(tmp_path / "empty"), "LONGSPAN_CACHE": str(tmp_path / "cache"), "CXX": "", "PYTHONPATH": ""}
     printed = run(python, "-P", "-m", "longspan", "doctor", **bare)
-    assert f"prebuilt for {prebuilt.level()}" in printed
+    assert f"prebuilt for {prebuilt.best().name}" in printed
     assert str(site) in printed
-    kernels = ("ops/test_native", "ops/test_sequence", "model/test_engine", "ops/test_gated_native", "ops/test_tiles")
+    kernels = (
+        "ops/test_native",
+        "ops/test_sequence",
+        "generation/test_engine",
+        "ops/test_gated_native",
+        "ops/test_tiles",
+    )
     whole = " ".join(f"tests/{part}.py" for part in kernels)
     for battery in (whole, "tests/ops/test_threads.py -k not(becomes_visible)"):
         said = run(python, "-P", "-m", "pytest", "-p", "no:cacheprovider", *battery.split(), **bare)
@@ -134,9 +140,10 @@ def test_an_installed_wheel_needs_no_compiler(builder, tmp_path):
     assert not (tmp_path / "cache").exists()
 
     # Each of the libraries that this processor can run, not the best one alone.
-    for level, needed in prebuilt.LEVELS[os.uname().machine].items():
-        library = site / "longspan" / "ops" / "native" / "prebuilt" / f"{level}.so"
-        assert library.exists()
-        if needed <= prebuilt.features():
-            code = f"import sys, {trial.DECODE}; from {trial.__package__} import selftest; selftest.main(sys.argv[1])"
-            run(python, "-P", "-c", code, library, **bare)
+    folder = site / "longspan" / "ops" / "native" / "prebuilt"
+    assert {file.stem for file in folder.glob("*.so")} == {one.name for one in instruction_sets.built()}
+    for one in instruction_sets.usable():
+        printed = run(python, "-P", "-m", "longspan", "doctor", **bare, LONGSPAN_ISA=one.name)
+        assert f"prebuilt for {one.name}" in printed
+        code = f"import sys, {trial.DECODE}; from {trial.__package__} import selftest; selftest.main(sys.argv[1])"
+        assert trial.PASSED in run(python, "-P", "-c", code, folder / f"{one.name}.so", **bare)

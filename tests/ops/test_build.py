@@ -28,7 +28,17 @@ from longspan.generation import native_trial
 from longspan.generation.native_decoder import Engine
 from longspan.ops import convolution, gated, sparse
 from longspan.ops.native import build
-from longspan.ops.native.build import interface, notice, openmp, prebuilt, store, toolchain, trial, trusted
+from longspan.ops.native.build import (
+    instruction_sets,
+    interface,
+    notice,
+    openmp,
+    prebuilt,
+    store,
+    toolchain,
+    trial,
+    trusted,
+)
 
 try:
     COMPILER = toolchain.find_compiler()
@@ -124,8 +134,9 @@ class TestStore:
             lambda patch, tiny: patch.setattr(toolchain, "FLAGS", (*toolchain.FLAGS, "-g")),
             lambda patch, tiny: patch.setattr(toolchain, "version", lambda compiler: "another compiler"),
             lambda patch, tiny: patch.setattr(openmp, "share", lambda: ""),
+            lambda patch, tiny: patch.setenv("LONGSPAN_ISA", instruction_sets.usable()[-1].name),
         ],
-        ids=["source", "header", "processor", "flags", "compiler", "OpenMP"],
+        ids=["source", "header", "processor", "flags", "compiler", "OpenMP", "instruction set"],
     )
     def test_what_the_code_depends_on_is_in_the_key(self, change, tiny, monkeypatch):
         before = store.key("linear", COMPILER)
@@ -595,7 +606,7 @@ class TestPrebuilt:
         """An installation with prebuilt kernels, which return 7; -> the library for this processor."""
         monkeypatch.setattr(prebuilt, "FOLDER", tmp_path / "prebuilt")
         prebuilt.FOLDER.mkdir()
-        path = prebuilt.FOLDER / f"{prebuilt.level()}.so"
+        path = prebuilt.FOLDER / f"{prebuilt.best().name}.so"
         tiny.write_text(TINY.replace("ANSWER", "7"))
         toolchain.compile(COMPILER, path, "-O1", openmp=False)
         tiny.write_text(TINY.replace("ANSWER", "42"))
@@ -612,7 +623,7 @@ class TestPrebuilt:
         found = build.find("linear")
         assert found.library.longspan_answer() == 7
         assert found.path == str(shipped)
-        assert found.origin == f"prebuilt for {prebuilt.level()}"
+        assert found.origin == f"prebuilt for {prebuilt.best().name}"
         assert not folder.exists()
 
     @needs_compiler
@@ -639,33 +650,137 @@ class TestPrebuilt:
         with pytest.raises(build.Unavailable, match="the prebuilt kernels cannot be used: .*CXX="):
             build.load("linear")
 
+    @needs_compiler
+    def test_a_forced_instruction_set_has_its_library(self, shipped, folder, monkeypatch):
+        chosen = instruction_sets.usable()[-1].name
+        other = shipped.with_name(f"{chosen}.so")
+        content = shipped.read_bytes()
+        shipped.unlink()
+        other.write_bytes(content)
+        self.list(other)
+        monkeypatch.setenv("LONGSPAN_ISA", chosen)
+        found = build.find("linear")
+        assert (found.path, found.origin) == (str(other), f"prebuilt for {chosen}")
+        assert f"LONGSPAN_ISA={chosen}" in found.why
+        assert not folder.exists()
+
+
+EVERYTHING = frozenset().union(*(one.needs for one in instruction_sets.TABLE["x86_64"]))
+
+
+@pytest.fixture
+def processor(monkeypatch):
+    """``processor(machine, without)``: one with every feature but some."""
+
+    def make(machine="x86_64", without=""):
+        monkeypatch.setattr(platform, "machine", lambda: machine)
+        monkeypatch.setattr(instruction_sets, "features", lambda: EVERYTHING - set(without.split()))
+
+    return make
+
+
+class TestInstructionSets:
     @pytest.mark.parametrize(
-        ("machine", "without", "level"),
+        ("machine", "without", "name"),
         [
-            ("x86_64", "", "x86-64-v4"),
-            ("x86_64", "avx512vl", "x86-64-v3"),
-            ("x86_64", "avx512f fma", "x86-64"),
-            ("aarch64", "", "armv8-a"),
-            ("arm64", "", "armv8-a"),
+            ("x86_64", "", "avx512"),
+            ("x86_64", "avx512vl", "avx2"),
+            ("x86_64", "avx512f fma", "generic"),
+            ("aarch64", "", "neon"),
+            ("arm64", "", "neon"),
         ],
     )
-    def test_the_best_that_the_processor_can_run(self, machine, without, level, monkeypatch):
-        everything = frozenset().union(*prebuilt.LEVELS["x86_64"].values())
-        monkeypatch.setattr(platform, "machine", lambda: machine)
-        monkeypatch.setattr(prebuilt, "features", lambda: everything - set(without.split()))
-        assert prebuilt.level() == level
+    def test_the_best_that_the_processor_can_run(self, machine, without, name, processor):
+        processor(machine, without)
+        assert prebuilt.best().name == name
 
     def test_an_unknown_processor_gets_what_all_can_run(self, monkeypatch):
         monkeypatch.setattr("builtins.open", Mock(side_effect=PermissionError))
         monkeypatch.setattr(platform, "machine", lambda: "x86_64")
-        assert prebuilt.features() == frozenset()
-        assert prebuilt.level() == "x86-64"
+        monkeypatch.setattr(sys, "platform", "linux")
+        assert instruction_sets.features() == frozenset()
+        assert prebuilt.best().name == "generic"
 
     def test_another_kind_of_processor(self, monkeypatch):
         monkeypatch.setattr(platform, "machine", lambda: "riscv64")
         with pytest.raises(build.Unavailable, match="riscv64"):
-            prebuilt.level()
+            prebuilt.best()
+        assert instruction_sets.target() == toolchain.THIS_MACHINE
 
     @pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="/proc/cpuinfo of x86-64")
     def test_features_are_those_of_the_processor(self):
-        assert {"fpu", "sse2"} <= prebuilt.features()
+        assert {"fpu", "sse2"} <= instruction_sets.features()
+
+    def test_features_of_macos(self, processor, monkeypatch):
+        features = "FPU SSE2 FMA MOVBE F16C AVX1.0\nBMI1 AVX2 BMI2\nLAHF LZCNT\n"
+        monkeypatch.setattr(sys, "platform", "darwin")
+        monkeypatch.setattr(instruction_sets.subprocess, "run", lambda *_, **__: Mock(stdout=features))
+        monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+        assert prebuilt.best().name == "avx2"
+
+    @pytest.mark.parametrize("value", ["", "native"])
+    def test_native_forces_none(self, value, processor, monkeypatch):
+        processor()
+        monkeypatch.setenv("LONGSPAN_ISA", value)
+        assert instruction_sets.forced() is None
+        assert instruction_sets.target() == toolchain.THIS_MACHINE
+
+    def test_lower_ones_can_be_forced(self, processor, monkeypatch):
+        processor()
+        monkeypatch.setenv("LONGSPAN_ISA", "avx2")
+        assert prebuilt.best().name == "avx2"
+        assert instruction_sets.target() == "-march=x86-64-v3"
+
+    @pytest.mark.parametrize(
+        ("value", "reason"),
+        [
+            ("avx512", "'avx512' needs a processor with avx512f, avx512vl; pass native, avx2 or generic$"),
+            ("avx3", "'avx3': it is no instruction set of x86_64 processors; pass native, avx512, avx2 or generic$"),
+            ("amx_bf16", "'amx_bf16': no kernel has code for it; pass native, avx512, avx2 or generic$"),
+        ],
+        ids=["not on this processor", "unknown", "without code"],
+    )
+    def test_impossible_ones_are_refused(self, value, reason, tiny, processor, monkeypatch):
+        processor("x86_64", "avx512f avx512vl")
+        monkeypatch.setenv("LONGSPAN_ISA", value)
+        monkeypatch.setattr(toolchain, "compile", never)
+        with pytest.raises(build.Unavailable, match=f"LONGSPAN_ISA={reason}"):
+            build.find("linear")
+        with pytest.warns(RuntimeWarning, match=f"without its native CPU kernels: LONGSPAN_ISA={reason}"):
+            assert build.loaded("linear") is None
+
+    def test_a_set_is_built_once_a_source_has_code_for_it(self, tiny, processor):
+        assert [one.name for one in instruction_sets.built()] == ["avx512", "avx2", "generic"]
+        tiny.with_suffix(".h").write_text("#define ANSWER 42\n#if defined(__AVX512BF16__)\n#endif\n")
+        # The text of files that do not change is read once.
+        instruction_sets._code.cache_clear()
+        processor()
+        assert [one.name for one in instruction_sets.built()] == ["avx512_bf16", "avx512", "avx2", "generic"]
+        assert prebuilt.best().name == "avx512_bf16"
+        processor("x86_64", "avx512_bf16")
+        assert prebuilt.best().name == "avx512"
+
+    @needs_compiler
+    def test_the_table_has_flags_of_the_compiler_and_names_of_the_report(self, tmp_path):
+        """A library reports every set up to its own."""
+        header, names = toolchain.FOLDER / "shared" / instruction_sets.REPORT, []
+        for one in reversed(instruction_sets.known()):
+            names.append(one.name)
+            library = tmp_path / f"{one.name}.so"
+            flags = ["-shared", "-fPIC", "-O1", *one.flags.split(), "-x", "c++"]
+            toolchain.run([*COMPILER, *flags, str(header), "-o", str(library)])
+            report = ctypes.CDLL(str(library)).longspan_isa
+            report.restype = ctypes.c_char_p
+            assert report().decode().split() == names
+
+    @needs_compiler
+    @pytest.mark.skipif("avx2" not in [one.name for one in instruction_sets.owned()], reason="needs AVX2")
+    def test_a_compiler_that_cannot_follow_is_refused(self, tiny, monkeypatch):
+        tiny.write_text(f'#include "{toolchain.FOLDER}/shared/isa.h"\n#include "tiny.h"\n{TINY}')
+        monkeypatch.setenv("LONGSPAN_ISA", "avx2")
+        assert build.find("linear").isa == "avx2"
+        monkeypatch.setenv("CXX", f"{COMPILER[0]} -mno-avx2")
+        with pytest.raises(build.Unavailable, match="LONGSPAN_ISA=avx2, but the compiler generates code for generic"):
+            build.find("linear")
+        monkeypatch.delenv("LONGSPAN_ISA")
+        assert build.find("linear").isa == "generic"

@@ -14,7 +14,7 @@ from ..generation.native_decoder import Engine
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..ops.native import build as kernels
-from ..ops.native.build import openmp
+from ..ops.native.build import instruction_sets, openmp
 
 TOKENS = 256  # length of the sequence that runs; default periods of periodic patterns are at most that
 
@@ -97,11 +97,19 @@ def kernels_facts(*families: str) -> dict[str, str]:
         return {"native kernels": origins}
     return {
         "native kernels": origins,
+        "  instructions": f"{_lines(one.isa or 'unknown' for one in found.values())} ({_processor()})",
         "  flags": _lines(one.flags for one in found.values()),
         **{f"  {name}": found[name].path if name in found else missing[name] for name in families or kernels.FAMILIES},
         "  reason": _lines(one.why for one in found.values()),
         "  OpenMP": openmp.share() or "torch brings no OpenMP library",
     }
+
+
+def _processor() -> str:
+    """The instruction sets that this processor has, the simplest first."""
+    with contextlib.suppress(kernels.Unavailable):
+        return f"this processor has {', '.join(one.name for one in reversed(instruction_sets.owned()))}"
+    return "those of this processor are not known"
 
 
 def _lines(texts: Iterable[str]) -> str:

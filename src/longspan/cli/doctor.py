@@ -18,7 +18,7 @@ def parser() -> Parser:
         "doctor",
         "Report versions, devices, the native CPU kernels by family, optional packages and the cache folder. Kernels "
         "that the installation does not bring are compiled now. The environment variable LONGSPAN_CACHE moves the "
-        "cache.",
+        "cache, and LONGSPAN_ISA forces an instruction set.",
         "longspan doctor",
         "longspan doctor --clear",
     )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...._utils.cache_dirs import cache_folder
-from . import interface, openmp, prebuilt, store, toolchain, trusted
+from . import instruction_sets, interface, openmp, prebuilt, store, toolchain, trusted
 from .interface import FAMILIES as FAMILIES
 from .toolchain import Unavailable
 from .trusted import Untrusted
@@ -42,6 +42,8 @@ class Kernels:
     """why these kernels were chosen"""
     distrust: str = ""
     """why the cache folder is not used, if it is unsafe or its name is invalid"""
+    isa: str = ""
+    """the best instruction set whose code the library contains, as the library reports"""
 
 
 def loaded(family: str) -> ctypes.CDLL | None:
@@ -94,22 +96,33 @@ def find(family: str) -> Kernels:
 
     Prebuilt kernels come first, although code for this exact processor can be slightly faster. They need no
     compilation, they were tested, and all machines with the same library compute the same bits. An installation from
-    source contains none.
+    source contains none. The environment variable LONGSPAN_ISA forces an instruction set, for both.
 
     Raises Unavailable with the reason.
     """
+    forced = instruction_sets.forced()
     why = "this installation contains no prebuilt kernels"
     try:
-        if path := prebuilt.find():
-            flags = " ".join(toolchain.flags(f"-march={path.stem}", openmp=prebuilt.THREADED))
-            best = f"{path.stem} is the best instruction set that both this processor and the installation have"
-            return Kernels(_open(path, family), f"prebuilt for {path.stem}", flags, str(path), best)
+        if shipped := prebuilt.find():
+            path, chosen = shipped
+            flags = " ".join(toolchain.flags(chosen.flags, openmp=prebuilt.THREADED))
+            best = f"{chosen.name} is the best instruction set that both this processor and the installation have"
+            why = best if forced is None else _forces(forced.name)
+            library = _open(path, family)
+            isa = instruction_sets.of(library)
+            return Kernels(library, f"prebuilt for {chosen.name}", flags, str(path), why, isa=isa)
     except (Unavailable, OSError) as error:
         why = f"the prebuilt kernels cannot be used: {error}"
+    if forced is not None:
+        why += f"; {_forces(forced.name)}"
     try:
         return _compiled(family, why)
     except Unavailable as error:
         raise Unavailable(f"{why}; {error}" if prebuilt.FOLDER.is_dir() else str(error)) from error
+
+
+def _forces(name: str) -> str:
+    return f"{instruction_sets.VARIABLE}={name} forces this instruction set"
 
 
 def _compiled(family: str, why: str) -> Kernels:
@@ -135,7 +148,14 @@ def _compiled(family: str, why: str) -> Kernels:
 
 def _described(family: str, path: Path, seal: store.Seal, why: str, distrust: str = "") -> Kernels:
     library = _open(trusted.library(path, seal.sha256), family)
-    return Kernels(library, f"compiled here by {seal.compiler}", seal.flags, str(path), why, distrust)
+    isa, forced = instruction_sets.of(library), instruction_sets.forced()
+    # CXX can contain flags such as -mno-avx512f.
+    if forced is not None and isa not in ("", forced.name):
+        raise Unavailable(
+            f"{instruction_sets.VARIABLE}={forced.name}, but the compiler generates code for {isa}; "
+            f"remove -m flags from CXX, or pass {instruction_sets.VARIABLE}={isa}"
+        )
+    return Kernels(library, f"compiled here by {seal.compiler}", seal.flags, str(path), why, distrust, isa)
 
 
 def _open(path: str | Path, family: str) -> ctypes.CDLL:

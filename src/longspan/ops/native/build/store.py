@@ -12,7 +12,7 @@ from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from . import notice, openmp, toolchain, trial, trusted
+from . import instruction_sets, notice, openmp, toolchain, trial, trusted
 from .toolchain import Hangs, Unavailable
 
 WAIT = 4 * toolchain.SECONDS  # for another process that compiles the same; longer than compilation and trial
@@ -58,12 +58,12 @@ def provide(family: str, compiler: list[str], folder: Path) -> tuple[Path, Seal]
 
 
 def key(family: str, compiler: list[str]) -> str:
-    """Hash all that the code depends on: sources, flags, compiler, torch's OpenMP, processor. Raises Unavailable."""
+    """Hash sources, flags, compiler, OpenMP, processor and the forced set. Raises Unavailable."""
     digest = hashlib.sha256(family.encode() + b"\0")
     for file in (*toolchain.sources(family), *toolchain.HEADERS, Path(toolchain.__file__)):
         digest.update(f"{file.parent.name}/{file.name}".encode() + b"\0" + file.read_bytes())
     shared = str(bool(openmp.share()))
-    machine = (toolchain.THIS_MACHINE, platform.machine(), processor())
+    machine = (instruction_sets.target(), platform.machine(), processor())
     for part in (*toolchain.FLAGS, *compiler, toolchain.version(compiler), shared, *machine):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:24]
@@ -156,7 +156,7 @@ def _compiled(family: str, compiler: list[str], folder: Path, work: Path) -> Sea
 
 
 def _compile(family: str, compiler: list[str], library: Path) -> str:
-    target = toolchain.THIS_MACHINE
+    target = instruction_sets.target()
     if openmp.share() or toolchain.is_clang(compiler):
         try:
             return toolchain.compile(compiler, library, target, openmp=True, family=family)

@@ -70,8 +70,8 @@ def is_clang(compiler: list[str]) -> bool:
 
 
 def flags(machine: str, *, openmp: bool) -> list[str]:
-    """Return all flags, for the instruction set of the flag ``machine``."""
-    return [*FLAGS, machine, *(["-fopenmp"] if openmp else [])]
+    """Return all flags, for the instruction set of the flags ``machine``, which spaces separate."""
+    return [*FLAGS, *machine.split(), *(["-fopenmp"] if openmp else [])]
 
 
 def sources(family: str) -> tuple[Path, ...]:
@@ -80,7 +80,7 @@ def sources(family: str) -> tuple[Path, ...]:
 
 
 def compile(compiler: list[str], library: Path, machine: str, *, openmp: bool, family: str = "") -> str:
-    """Compile and link the sources of ``family``, or all, into ``library``, for the instruction set ``machine``.
+    """Compile and link the sources of ``family``, or all, into ``library``, with the flags ``machine`` of its set.
 
     OpenMP code of gcc is linked without a runtime: it uses the one that torch has loaded, under any file name, so there
     is never a second pool of threads (openmp.py). Code of clang needs clang's runtime.

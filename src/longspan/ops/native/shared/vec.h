@@ -5,6 +5,7 @@
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__F16C__))
 #include <immintrin.h>
 #endif
+#include "isa.h"
 
 namespace {
 
