@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from longspan.cli import doctor
 from longspan.cli.entry import main
 from longspan.ops.native import build
-from longspan.ops.native.build import openmp
+from longspan.ops.native.build import instruction_sets, openmp
 
 
 @pytest.fixture
@@ -22,7 +22,10 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_kernels_are_reported(cache, capsys, monkeypatch):
-    kernels = build.Kernels(ctypes.CDLL(None), "compiled here by c++ 12", "-O3 -g", "/some/where.so", "none prebuilt")
+    library, origin, path = ctypes.CDLL(None), "compiled here by c++ 12", "/some/where.so"
+    kernels = build.Kernels(library, origin, "-O3 -g", path, "none prebuilt", isa="avx2")
+    owned = instruction_sets.TABLE["x86_64"][2:]
+    monkeypatch.setattr(instruction_sets, "owned", lambda: owned)
     monkeypatch.setattr(build, "find", lambda family: kernels)
     monkeypatch.setattr(openmp, "share", lambda: "/torch/libgomp.so")
     (cache / "mnist").mkdir()
@@ -32,6 +35,7 @@ def test_kernels_are_reported(cache, capsys, monkeypatch):
     assert max(map(len, lines)) <= 80 or len(str(cache)) > 40
     rows = {line[:16].strip(): line[16:] for line in lines if line[:16].strip()}
     assert rows["native kernels"] == "compiled here by c++ 12"
+    assert rows["instructions"] == "avx2 (this processor has generic, avx2, avx512)"
     assert rows["flags"] == "-O3 -g"
     assert {rows[family] for family in build.FAMILIES} == {"/some/where.so"}
     assert "none prebuilt" in rows.values()
