@@ -13,7 +13,6 @@ import longspan
 from longspan import Decoder, DecoderConfig, backend
 from longspan.generation.native_decoder import Engine
 from longspan.ops.native import build
-from scan_cases import outcome
 
 BATCH, TOKENS, CHANNELS = 2, 70, 37
 THREADS = (1, 2)
@@ -78,6 +77,21 @@ CALLS = {
 }
 
 
+def waves(like, dtype):
+    """Fixed numbers in the shape and dtype of a tensor, rounded to ``dtype``."""
+    return torch.linspace(-1, 2, like.numel(), dtype=torch.float64).sin().view(like.shape).to(dtype).to(like.dtype)
+
+
+def outcome(call, given, dtype):
+    """Results by name: output, last state, and gradients of all operands for the same numbers in every backend."""
+    leaves = {part: t.detach().requires_grad_() for part, t in given.items()}
+    y, last = call(leaves)
+    upstream = waves(y, dtype), waves(last, torch.float32)
+    grads = torch.autograd.grad((y, last), list(leaves.values()), upstream)
+    names = "y", "last", *(f"gradient of {part}" for part in leaves)
+    return dict(zip(names, (y.detach(), last.detach(), *grads), strict=True))
+
+
 def ran(make, n, dtype, way):
     """Results by name: of a sequence with gradients, of a single token without."""
     generator = torch.Generator().manual_seed(n)
@@ -95,7 +109,7 @@ def ran(make, n, dtype, way):
 
     with backend(way):
         if n > 1:
-            return outcome(call, given)
+            return outcome(call, given, dtype)
         with torch.no_grad():
             return dict(zip(("y", "last"), call(given), strict=True))
 
