@@ -40,6 +40,7 @@ VARIABLES = {
     "XDG_CACHE_HOME": PATHS,
     "TMPDIR": PATHS,
     "CXX": (*PATHS, "g++ '", 'c++ "', "''", "c++ -x", "no-such-compiler", "$(x)", "c++ \\"),
+    "LONGSPAN_ISA": (*WORDS, "native", "generic", "AVX2", "avx512 "),
     "RANK": (*WORDS, "0", "1.5", "\u0663", "99999999999999999999999"),
     "LOCAL_RANK": (*WORDS, "0", "0x0"),
     "SLURM_PROCID": (*WORDS, "0"),

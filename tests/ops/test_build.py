@@ -55,6 +55,7 @@ TINY = 'extern "C" int longspan_answer() { return ANSWER; }\n'
 def folder(tmp_path, monkeypatch):
     """A cache of this test's own, and a process that has loaded nothing yet."""
     monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("LONGSPAN_ISA", raising=False)
     monkeypatch.setattr(build, "_found", {})
     return tmp_path / "cache" / "native"
 
