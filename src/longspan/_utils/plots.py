@@ -351,6 +351,31 @@ def _rwkv7(plt: Any, result: dict[str, Any]) -> Any:
     return figure
 
 
+def _serve(plt: Any, result: dict[str, Any]) -> Any:
+    """Tokens per second, and the time to the first token and between tokens, by number of streams."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.0, 3.4), layout="constrained")
+    rows = result["rows"]
+    for way, style in zip(dict.fromkeys(row["way"] for row in rows), ("-", "--"), strict=False):
+        of = [row for row in rows if row["way"] == way]
+        streams = [row["streams"] for row in of]
+        rate = [row["tokens_per_second"] for row in of]
+        left.plot(streams, rate, style, marker="o", color=palette.IMPLEMENTATIONS["longspan"], label=way)
+        for what, color in (("first", "#d55e00"), ("gap", "#009e73")):
+            name = {"first": "first token", "gap": "gap"}[what]
+            label = f"{name}, 99 %, {way}"
+            right.plot(streams, [row[f"{what}_p99"] for row in of], style, marker="o", color=color, label=label)
+    left.set(ylabel="tokens per second", ylim=(0, None))
+    right.set(ylabel="seconds", yscale="log")
+    for axis in (left, right):
+        counts = sorted({row["streams"] for row in rows})
+        axis.set(xlabel="streams", xscale="log")
+        axis.set_xticks(counts, [f"{n:,}" for n in counts], minor=False)
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize=8)
+    return figure
+
+
 MODELS = {  # names in the benchmark of transformers -> names in pictures
     "kimi": "Kimi-Linear",
     "mamba2": "Mamba-2",
@@ -485,6 +510,7 @@ PICTURES = {
     "convolution": _convolution,
     "transformers": _transformers,
     "rwkv7": _rwkv7,
+    "serve": _serve,
     "members": _members,
     "attention": _attention,
     "step": _step,

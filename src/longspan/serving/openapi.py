@@ -29,9 +29,7 @@ def document(server: Any, free: tuple[str, ...]) -> JSON:
             operations of their path, such as ``{"get": operation("The sessions", {"200": ...})}``.
         free: Paths that need no key.
     """
-    about = fields(
-        model=server.name, text=server.codec is not None, vocab=server.pool.vocab, most=server.limits.tokens
-    )
+    about = fields(model=server.name, text=server.codec is not None, vocab=server.pool.vocab, most=server.limits.tokens)
     paths: dict[str, JSON] = {
         "/v1/completions": {"post": _completions(server.codec is not None)},
         "/v1/models": {"get": operation("List the model.", {"200": content(ref("Models"))}, "401")},

@@ -138,6 +138,7 @@ class Pool:
         native = isinstance(model, Decoder) and forced_backend() in NATIVE and not Engine.why_not(model)
         self._engine = Engine(model) if native else None
         self._live: DecoderState | None = None  # the rows that the engine returned, while no stream came or went
+        self._in_place = False  # whether it is in the pool's tensors, except for its position
         self.rows: list[Stream] = []
         self._next: list[int] = []  # the token that each live row reads next
         self._waiting: deque[_Reading] = deque()
@@ -148,6 +149,11 @@ class Pool:
     def vocab(self) -> int:
         """Number of tokens."""
         return self.model.likelihood.levels
+
+    @property
+    def native(self) -> Engine | None:
+        """The native decoder that runs the decode steps; None where the model runs them."""
+        return self._engine
 
     @property
     def live(self) -> int:
@@ -395,7 +401,8 @@ class Pool:
     def _decode(self) -> None:
         """Advance every live stream by one token."""
         n = len(self.rows)
-        rows = pytree.tree_map(lambda t: t[:n], self.state)
+        known = self._live
+        rows = pytree.tree_map(lambda t: t[:n], self.state) if known is None else known
         tokens = torch.tensor(self._next, device=self.model.device)[:, None]
         try:
             outputs, after = self._advance(tokens, rows)
@@ -404,15 +411,25 @@ class Pool:
             for i in reversed(range(n)):
                 self._leave(i, "error", _told(error))
             return
-        # A step may return new tensors instead of those that it was allowed to overwrite.
-        for old, new in zip(pytree.tree_leaves(rows), pytree.tree_leaves(after), strict=True):
-            if new.data_ptr() != old.data_ptr():
-                old.copy_(new)
+        if known is None or not self._in_place:
+            self._keep(after, n)
+        else:
+            self.state.position[:n] = after.position
         drawn = self._drawn(outputs[:, 0], self.rows)
         for i in reversed(range(n)):
             self._next[i], reason, error = self._emit(self.rows[i], drawn[i])
             if reason is not None:
                 self._leave(i, reason, error)
+
+    def _keep(self, after: DecoderState, n: int) -> None:
+        """Copy what a step has not overwritten: it may return new tensors instead of those of the pool."""
+        moved = 0
+        for old, new in zip(pytree.tree_leaves(self.state), pytree.tree_leaves(after), strict=True):
+            if new.data_ptr() != old.data_ptr():
+                old[:n] = new
+                moved += 1
+        # Then only the position is new in each step, until a stream comes or goes.
+        self._in_place = moved == 1 and after.position.data_ptr() != self.state.position.data_ptr()
 
     def _advance(self, tokens: Tensor, rows: DecoderState) -> tuple[Tensor, DecoderState]:
         """Advance all rows by a token, by the native decoder if it supports the model."""

@@ -97,19 +97,48 @@ def sample(scores: Tensor, rows: Sequence[Sampling], positions: Tensor) -> Tenso
     scores = scores.double()
     if all(row.temperature == 0 for row in rows):
         return scores.argmax(-1)
-    device, levels = scores.device, scores.shape[1]
-    temperature = torch.tensor([[row.temperature or 1.0] for row in rows], dtype=torch.float64, device=device)
-    top_k = torch.tensor([[row.top_k or levels] for row in rows], device=device)
-    top_p = torch.tensor([[row.top_p] for row in rows], dtype=torch.float64, device=device)
-    seeds = torch.tensor([row.seed for row in rows], device=device)
+    chosen = [i for i, row in enumerate(rows) if row.temperature and (row.top_k or row.top_p < 1)]
+    if len(chosen) == len(rows):
+        return _among_likely(scores, rows, positions)
+    # Sorting takes longer than all else, so only rows that need it are sorted. A row draws the same token in any batch.
+    tokens = _among_all(scores, rows, positions)
+    if chosen:
+        at = torch.tensor(chosen, device=scores.device)
+        tokens[at] = _among_likely(scores[at], [rows[i] for i in chosen], positions[at])
+    return tokens
+
+
+def _among_all(scores: Tensor, rows: Sequence[Sampling], positions: Tensor) -> Tensor:
+    """Draw from all tokens, or take the most likely one where the temperature is 0."""
+    if all(row.temperature == 1 for row in rows):
+        shares = scores.softmax(-1)
+    else:
+        shares = (scores / _column([row.temperature or 1.0 for row in rows], scores)).softmax(-1)
+    drawn = _drawn(shares, rows, positions)
+    greedy = [row.temperature == 0 for row in rows]
+    return torch.where(torch.tensor(greedy, device=scores.device), scores.argmax(-1), drawn) if any(greedy) else drawn
+
+
+def _among_likely(scores: Tensor, rows: Sequence[Sampling], positions: Tensor) -> Tensor:
+    """Draw from the tokens that top_k and top_p leave."""
+    levels = scores.shape[1]
+    top_k = torch.tensor([[row.top_k or levels] for row in rows], device=scores.device)
     ordered, tokens = scores.sort(dim=-1, descending=True, stable=True)
-    kept = torch.arange(levels, device=device) < top_k
-    shares = (ordered / temperature).masked_fill(~kept, -math.inf).softmax(-1)
+    dropped = torch.arange(levels, device=scores.device) >= top_k
+    temperature = _column([row.temperature for row in rows], scores)
+    shares = (ordered / temperature).masked_fill(dropped, -math.inf).softmax(-1)
     # A token is kept while the mass before it is below top_p.
-    shares = shares.masked_fill(shares.cumsum(-1) - shares >= top_p, 0.0)
+    shares = shares.masked_fill(shares.cumsum(-1) - shares >= _column([row.top_p for row in rows], scores), 0.0)
+    return tokens.gather(-1, _drawn(shares, rows, positions)[:, None])[:, 0]
+
+
+def _drawn(shares: Tensor, rows: Sequence[Sampling], positions: Tensor) -> Tensor:
+    """Draw a place of each row by its shares (B,V), which need not sum to 1 -> (B,)."""
     mass = shares.cumsum(-1)
+    seeds = torch.tensor([row.seed for row in rows], device=shares.device)
     wanted = uniforms(seeds, positions)[:, None] * mass[:, -1:]
-    place = (mass <= wanted).sum(-1, keepdim=True).clamp(max=levels - 1)
-    drawn = tokens.gather(-1, place)[:, 0]
-    greedy = torch.tensor([row.temperature == 0 for row in rows], device=device)
-    return torch.where(greedy, tokens[:, 0], drawn)
+    return torch.searchsorted(mass, wanted, right=True)[:, 0].clamp(max=shares.shape[1] - 1)
+
+
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]

@@ -208,6 +208,35 @@ def _rwkv7(args) -> tuple[Generator, Callable]:
     return rwkv7.run(rwkv7.Options(**{name: getattr(args, name) for name in names}), track), rwkv7.text
 
 
+def _serve_options(parser: Parser) -> None:
+    from ...bench.serve import Options
+
+    parser.add_argument(
+        "model", nargs="?", default=Options.model, metavar="MODEL", help="a run, a checkpoint or a pretrained model"
+    )
+    streams = ",".join(map(str, Options.streams))
+    parser.add_argument("--streams", type=str, default=streams, metavar="N,...", help="numbers of streams")
+    parser.add_argument("--prompt", type=positive_int(), default=Options.prompt, help="tokens of each prompt")
+    parser.add_argument("--tokens", type=positive_int(), default=Options.tokens, help="tokens drawn for each stream")
+    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples of a step")
+    parser.add_argument("--no-http", action="store_true", help="measure the pool only, without a server")
+
+
+def _serve(args) -> tuple[Generator, Callable]:
+    from ..._utils.progress import track
+    from ...bench import serve
+
+    options = serve.Options(
+        model=args.model,
+        streams=numbers(args, "streams"),
+        prompt=args.prompt,
+        tokens=args.tokens,
+        rounds=args.rounds,
+        http=not args.no_http,
+    )
+    return serve.run(options, track), serve.text
+
+
 def _convolution_options(parser: Parser) -> None:
     from ...bench.convolution import Options
 
@@ -300,6 +329,15 @@ OWN = {
         ),
         _rwkv7_options,
         _rwkv7,
+    ),
+    "serve": Benchmark(
+        "load on a pool and on longspan serve: tokens per second, time to the first token, gaps, memory",
+        (
+            "longspan bench serve --streams 4 --tokens 8 --rounds 1",
+            "longspan bench serve text --streams 64,512,4096",
+        ),
+        _serve_options,
+        _serve,
     ),
     "limits": Benchmark(
         "the limits of this machine: matrix products and memory bandwidth",
