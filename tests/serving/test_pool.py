@@ -307,6 +307,24 @@ class TestSampler:
         rows = [Sampling(temperature=0.0), Sampling(top_k=1, seed=9), Sampling(top_p=1e-9, seed=2)]
         assert sample(scores, rows, torch.arange(3)).tolist() == [1, 1, 1]
 
+    def test_a_row_draws_the_same_in_any_batch(self):
+        scores = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+        rows = [
+            Sampling(seed=1),
+            Sampling(temperature=0),
+            Sampling(temperature=0.5, seed=2),
+            Sampling(top_k=3, seed=3),
+            Sampling(top_p=0.5, seed=4),
+            Sampling(temperature=1.5, top_k=9, top_p=0.8, seed=5),
+        ]
+        places = torch.arange(6)
+        alone = [int(sample(scores[i : i + 1], [rows[i]], places[i : i + 1])) for i in range(6)]
+        assert sample(scores, rows, places).tolist() == alone
+        for chosen in ([0, 1, 2], [3, 4, 5], [5, 2, 0], [1, 1]):
+            assert sample(scores[chosen], [rows[i] for i in chosen], places[chosen]).tolist() == [
+                alone[i] for i in chosen
+            ]
+
     @pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"seed": 2**63}])
     def test_options_out_of_range_are_refused(self, options):
         with pytest.raises(ValueError, match=next(iter(options))):

@@ -146,22 +146,22 @@ def by_http(count: int, options: Options) -> dict[str, Any]:
     """The same through ``longspan serve`` in another process, streaming, one connection for each stream."""
     command = [sys.executable, "-m", "longspan", "serve", options.model, "--port", "0"]
     command += ["--slots", str(count), "--queue", str(count), "--no-playground"]
-    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert server.stdout is not None
-        line = server.stdout.readline()
-        port = re.search(r":(\d+)/v1", line)
-        if port is None:
-            raise Refused(f"the server did not start: {line.strip() or 'it printed nothing'}")
-        begin, times = asyncio.run(_ask_all(int(port[1]), count, options))
-        if missing := sum(len(one) != options.tokens for one in times):
-            raise Refused(f"{missing} of {count} streams did not get {options.tokens} tokens")
-        return {"way": HTTP, "streams": count, **figures(times, begin), "rss_mb": _resident(server.pid)}
-    finally:
-        server.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            server.wait(60)
-        server.kill()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            line = server.stdout.readline()
+            port = re.search(r":(\d+)/v1", line)
+            if port is None:
+                raise Refused(f"the server did not start: {line.strip() or 'it printed nothing'}")
+            begin, times = asyncio.run(_ask_all(int(port[1]), count, options))
+            if missing := sum(len(one) != options.tokens for one in times):
+                raise Refused(f"{missing} of {count} streams did not get {options.tokens} tokens")
+            return {"way": HTTP, "streams": count, **figures(times, begin), "rss_mb": _resident(server.pid)}
+        finally:
+            server.send_signal(signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                server.wait(60)
+            server.kill()
 
 
 async def _ask_all(port: int, count: int, options: Options) -> tuple[float, list[list[float]]]:
