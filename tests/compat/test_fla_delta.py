@@ -92,14 +92,17 @@ def mamba_decay(layer, x):
 
 
 def loop(q, k, v, beta, decay, p=None):
-    """S = P + b k (v - P^T p)^T token by token: q, k (N,H,D), v (N,H,E), beta (N,H), decay (N,H,1|D)."""
+    """S = P + b k (v - P^T k)^T with P = e^g S, token by token; with p, S = P + b k (v - S^T p)^T.
+
+    q, k, p (N,H,D), v (N,H,E), beta (N,H), decay (N,H,1|D).
+    """
     n, count, size = k.shape
     state = torch.zeros(count, size, v.shape[-1], dtype=v.dtype)
     rows = []
     for t in range(n):
-        state = decay[t].exp()[..., None] * state
-        error = v[t] - torch.einsum("hde,hd->he", state, (k if p is None else p)[t])
-        state = state + beta[t][:, None, None] * k[t][..., None] * error[:, None]
+        after = decay[t].exp()[..., None] * state
+        error = v[t] - torch.einsum("hde,hd->he", *((after, k[t]) if p is None else (state, p[t])))
+        state = after + beta[t][:, None, None] * k[t][..., None] * error[:, None]
         rows.append(torch.einsum("hde,hd->he", state, q[t]) / size**0.5)
     return torch.stack(rows)
 

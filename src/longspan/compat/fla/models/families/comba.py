@@ -5,18 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .....ops.gated import general
 from .....ops.tensors import upcast_half
 from ..delta import WithDecay, check_heads, head_sizes
 from ..family import Family
+from ..mixer import heads
 
 EPS = 1e-6  # of the norms of queries and keys
 
 
 class Comba(WithDecay):
-    """P = e^g S, S = P + b k (v - P^T p)^T with p = c k; q - d p instead of q. Then q, k and p are normalized.
+    """S = e^g S + b k (v - S^T p)^T with p = c k, which reads the state before it decays; q - d p instead of q.
 
-    After the norms, p = r k with r = sqrt((|k|^2 + eps) / (|k|^2 + eps / c^2)), so this is the delta rule with the step
-    size r b and the values v / r.
+    Queries, k and p are normalized after that.
     """
 
     def __init__(self, config: Any, layer: int):
@@ -34,23 +35,20 @@ class Comba(WithDecay):
     def recur(
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
-        beta = upcast_half(self.b_proj(x)).sigmoid()
-        q, k = (upcast_half(t).unflatten(-1, (self.groups, -1)) for t in (q, k))  # (B,N,G,D)
-        share = upcast_half(self.decay).sigmoid()[:, None]
-        q = q - self.D[:, None] * k * share
-        square = k.square().sum(-1, keepdim=True)
-        ratio = ((square + EPS) / (square + EPS / share.square())).sqrt()  # (B,N,G,1)
-        ratio = ratio.repeat_interleave(self.heads // self.groups, 2)
-        v = (upcast_half(v).unflatten(-1, (self.heads, -1)) / ratio).flatten(-2).to(v.dtype)
-        return self.run(
-            q.flatten(-2).to(v.dtype),
-            k.flatten(-2).to(v.dtype),
-            v,
-            sums,
-            beta * ratio[..., 0],
-            options,
-            decay=self.log_decay(x),
-        )
+        beta = upcast_half(self.b_proj(x)).sigmoid().mT[..., None]  # (B,H,N,1)
+        q, k, v = heads(q, self.sizes[0]), heads(k, self.sizes[0]), heads(v, self.sizes[1])
+        read = k * self.decay.sigmoid()[:, None, None].to(k.dtype)
+        q, k, read = (self.unit(t) for t in (q - self.D[:, None, None].to(q.dtype) * read, k, read))
+        # Each head of values has its own step size, but shares keys with its group.
+        k, read, q = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, read, q))
+        write = (k * beta).to(v.dtype)
+        named: dict[str, Any] = {"read": read.to(v.dtype), "erase": write, "log_decay": self.log_decay(x)}
+        return general.recur(q.to(v.dtype), write, v, **named, read_before_decay=True, state=sums, **options)
+
+    def unit(self, x: Tensor) -> Tensor:
+        """Divide x (...,D) by its length, in float32 at least."""
+        wide = upcast_half(x)
+        return wide * (wide.square().sum(-1, keepdim=True) + EPS).rsqrt()
 
 
 FAMILIES = (

@@ -1,0 +1,180 @@
+"""Functions and models equal flash-linear-attention's own kernels, run by Triton's interpreter.
+
+Their results are stored. They are also computed anew where flash-linear-attention and einops are installed, or where
+``LONGSPAN_FLA_SOURCE`` holds the folders of both, separated as in ``PYTHONPATH``.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import fla_original as original
+import longspan
+from longspan.compat.fla import models, ops
+from longspan.compat.fla.models.families.rwkv6 import attend
+from longspan.compat.fla.models.mixer import Call
+
+TOLERANCE = 1e-5  # float32, of the largest value
+STORED = Path(__file__).parent / "fla_original.npz"
+SOURCE = os.environ.get("LONGSPAN_FLA_SOURCE", "")
+
+
+def swapped(**tensors):
+    """Tensors (B,T,H,channels) or (B,T,H) as (B,H,T,channels) or (B,H,T)."""
+    return {name: t.transpose(1, 2) for name, t in tensors.items()}
+
+
+def general(q, k, v, read, erase, g, state, **options):
+    """``general_delta_rule`` in the original's layout."""
+    named = swapped(query=q, key=k, value=v, read=read, erase=erase) | ({} if g is None else swapped(log_decay=g))
+    out, end = longspan.general_delta_rule(
+        **named, state=state, return_state=True, read_before_decay=g is not None, **options
+    )
+    return out.transpose(1, 2), end
+
+
+def lightning(q, k, v, initial_state, layer_idx, num_layers):
+    rates = (8 / original.H) * (1 - layer_idx / num_layers) * torch.arange(original.H)
+    log_decay = (-rates)[:, None].expand(len(q), -1, q.shape[1])
+    named = swapped(query=q, key=k, value=v)
+    out, end = longspan.decay_attention(**named, log_decay=log_decay, state=initial_state, return_state=True)
+    return out.transpose(1, 2), end
+
+
+def rwkv6(r, k, v, w, u, initial_state, scale):
+    out, end = attend(*swapped(r=r, k=k, v=v, w=w).values(), u, initial_state, Call())
+    return out.transpose(1, 2) * scale, end
+
+
+def comba(q, k, v, p, g, beta, initial_state):
+    write = k * beta[..., None]
+    return general(q, write, v, p, write, g, initial_state)
+
+
+def rwkv7(r, w, k, v, kk, a, initial_state):
+    return general(r, k, v, kk, kk * a, w, initial_state, scale=1.0)
+
+
+def low_rank(q, k, v, a, b, initial_state, gk=None):
+    return general(q, k, v, a, -b, gk, initial_state)
+
+
+def hgrn(x, g, initial_state):
+    return longspan.diagonal_scan(x, g, state=initial_state, return_state=True)
+
+
+OURS = {
+    "lightning": lightning,
+    "rwkv6": rwkv6,
+    "comba": comba,
+    "rwkv7": rwkv7,
+    "iplr": low_rank,
+    "dplr": low_rank,
+    "hgrn": hgrn,
+}
+
+
+def ours(name, leaves, options):
+    """The outputs and last states of the function of longspan that equals one of the original."""
+    if name in OURS:
+        return OURS[name](**leaves, **options)
+    function = getattr(ops, original.FUNCTIONS[name].name)
+    return function(**leaves, **options, output_final_state=True)
+
+
+@pytest.fixture(scope="module")
+def stored():
+    with np.load(STORED) as found:
+        return {name: torch.from_numpy(found[name]) for name in found.files}
+
+
+@pytest.fixture(scope="module")
+def computed(tmp_path_factory):
+    """Results of the original, from its source, with heads of 16 channels."""
+    if not SOURCE and not all(importlib.util.find_spec(name) for name in ("fla", "einops", "triton")):
+        pytest.skip("needs LONGSPAN_FLA_SOURCE, or fla installed")
+    path = tmp_path_factory.mktemp("original") / "results.npz"
+    paths = os.pathsep.join(filter(None, (SOURCE, os.environ.get("PYTHONPATH"))))
+    subprocess.run(
+        [sys.executable, "-W", "ignore", original.__file__, str(path), "16", "16"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths, "CUDA_VISIBLE_DEVICES": ""},
+        check=True,
+        timeout=600,
+    )
+    with np.load(path) as found:
+        return {name: torch.from_numpy(found[name]) for name in found.files}
+
+
+def error(found, expected):
+    assert found.shape == expected.shape
+    return ((found - expected).abs().max() / max(1.0, expected.abs().max().item())).item()
+
+
+def function_errors(name, keys, values, results):
+    case = original.FUNCTIONS[name]
+    leaves = original.arguments(case, original.operands(keys, values))
+    out, end = ours(name, leaves, case.options)
+    found = dict(original.results(case, out, end, leaves))
+    expected = {part.partition("/")[2]: value for part, value in results.items() if part.startswith(f"{name}/")}
+    assert found.keys() == expected.keys()
+    return {part: error(value, expected[part]) for part, value in found.items()}
+
+
+def model_errors(name, case, results):
+    family = models.supported()[name]
+    model = original.fill(family.model(family.config(**original.model_options(name, case))))
+    with torch.no_grad():
+        return {"logits": error(model(original.IDS).logits, results[f"model-{name}/{case}/logits"])}
+
+
+def within(errors):
+    assert {part: value for part, value in errors.items() if not value <= TOLERANCE} == {}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", original.FUNCTIONS)
+def test_functions_equal_the_stored_results(name, stored):
+    within(function_errors(name, *original.SIZES, stored))
+
+
+@pytest.mark.whole
+def test_linear_attention_equals_the_stored_result(stored):
+    """Its epsilon is another one, below the tolerance here."""
+    leaves = original.arguments(original.FUNCTIONS["linear_attn-normalized"], original.operands(*original.SIZES))
+    out = longspan.linear_attention(*swapped(**leaves).values(), feature_map="relu").transpose(1, 2)
+    within({"out": error(out, stored["linear_attn-normalized/out"])})
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("name", "case"), original.model_cases())
+def test_models_equal_the_stored_results(name, case, stored):
+    within(model_errors(name, case, stored))
+
+
+@pytest.mark.whole
+def test_every_stored_result_is_compared(stored):
+    cases = {*original.FUNCTIONS, *(f"model-{name}/{case}" for name, case in original.model_cases())}
+    assert {part.rpartition("/")[0] for part in stored} == cases
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", original.FUNCTIONS)
+def test_functions_equal_the_original(name, computed):
+    within(function_errors(name, 16, 16, computed))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("name", "case"), original.model_cases())
+def test_models_equal_the_original(name, case, computed):
+    within(model_errors(name, case, computed))
+
+
+@pytest.mark.full
+def test_the_stored_results_are_those_of_the_original(computed, stored):
+    within({part: error(stored[part], computed[part]) for part in stored if part.endswith("logits")})
