@@ -119,43 +119,78 @@ class Mamba3(Attention[Mamba3State]):
         dt = softplus(upcast_half(self.dt(x)) + upcast_half(self.dt_bias))  # (B,N,H)
         decay = -softplus(upcast_half(self.decay(x))).clamp(min=FLOOR) * dt
         blend = upcast_half(self.blend(x)).sigmoid()
-        # In float64: the sum grows with the number of tokens, its cosine must not lose precision.
-        turn = math.pi * (dt[..., None] * upcast_half(self.angle(x)).tanh()[:, :, None]).double()  # (B,N,H,A)
-        flat = turn.flatten(2)
-        angle, last = scan.diagonal(
-            flat, torch.zeros_like(flat), mask=mask, segments=segments, state=before.angle.flatten(1)
-        )
-        angle = angle.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # (B,H,N,A)
-        k = rotate(self._normed(self.key(x), self.key_scale, self.key_bias), angle)
-        q = rotate(self._normed(self.query(x), self.query_scale, self.query_bias), angle)
-        # A token is written twice: with its own weight, and with that of its successor, whose decay applies to both.
-        again, first = following(((1 - blend) * dt).mT, mask, segments)
-        sums = before.sums + (first[..., None] * before.key)[..., None] * before.value[..., None, :]
-        own = (blend * dt).mT
-        o, sums = gated.recur(
-            q,
-            k,
-            v * (own + again)[..., None],
-            log_decay=decay.mT,
-            scale=1.0,
-            mask=mask,
-            segments=segments,
-            state=sums,
-            donate=True,
-        )
-        # A token does not read its own second write.
-        o = o - (again * (q * k).sum(-1))[..., None] * v + upcast_half(self.skip)[:, None, None] * v
+        k = self._normed(self.key(x), self.key_scale, self.key_bias)
+        q = self._normed(self.query(x), self.query_scale, self.query_bias)
+        angle = upcast_half(self.angle(x))
+        o, after = trapezoid(q, k, v, dt, decay, blend, angle, before, mask=mask, segments=segments)
+        o = o + upcast_half(self.skip)[:, None, None] * v
         y = self.out((merge(o) * F.silu(upcast_half(self.out_gate(x)))).to(x.dtype))
-        if state is None:
-            return y, None
-        key, value = (last_real(t, kept, mask, segments) for t, kept in ((k, before.key), (v, before.value)))
-        return y, Mamba3State(sums, key, value, last.unflatten(-1, (self.heads, -1)))
+        return y, None if state is None else after
 
     def _normed(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         """x (B,N,G*D) -> normed, with the bias of each head (B,H,N,D)."""
         x = split(upcast_half(x), self.key_heads)
         x = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * upcast_half(scale)
         return x.repeat_interleave(self.heads // self.key_heads, 1) + upcast_half(bias)[:, None]
+
+
+def trapezoid(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dt: Tensor,
+    decay: Tensor,
+    blend: Tensor,
+    angle: Tensor,
+    before: Mamba3State,
+    *,
+    mask: Tensor | None = None,
+    segments: Tensor | None = None,
+) -> tuple[Tensor, Mamba3State]:
+    """Rotate keys and queries, and run the recurrence without the skip.
+
+    Args:
+        q: (B,H,N,D), before the rotation.
+        k: (B,H,N,D), before the rotation.
+        v: (B,H,N,E).
+        dt: Step sizes (B,N,H).
+        decay: Logarithms of the decays (B,N,H).
+        blend: Weights of the token itself (B,N,H), in 0 ... 1.
+        angle: Changes of the angles (B,N,A), before tanh.
+        before: The state before the first token.
+        mask: (B,N) bool.
+        segments: (B,N) int64.
+
+    Returns:
+        o (B,H,N,E), the next state.
+    """
+    # In float64: the sum grows with the number of tokens, its cosine must not lose precision.
+    turn = math.pi * (dt[..., None] * angle.tanh()[:, :, None]).double()  # (B,N,H,A)
+    flat = turn.flatten(2)
+    theta, last = scan.diagonal(
+        flat, torch.zeros_like(flat), mask=mask, segments=segments, state=before.angle.flatten(1)
+    )
+    theta = theta.unflatten(-1, (turn.shape[2], -1)).transpose(1, 2)  # (B,H,N,A)
+    k, q = rotate(k, theta), rotate(q, theta)
+    # A token is written twice: with its own weight, and with that of its successor, whose decay applies to both.
+    again, first = following(((1 - blend) * dt).mT, mask, segments)
+    sums = before.sums + (first[..., None] * before.key)[..., None] * before.value[..., None, :]
+    own = (blend * dt).mT
+    o, sums = gated.recur(
+        q,
+        k,
+        v * (own + again)[..., None],
+        log_decay=decay.mT,
+        scale=1.0,
+        mask=mask,
+        segments=segments,
+        state=sums,
+        donate=True,
+    )
+    # A token does not read its own second write.
+    o = o - (again * (q * k).sum(-1))[..., None] * v
+    key, value = (last_real(t, kept, mask, segments) for t, kept in ((k, before.key), (v, before.value)))
+    return o, Mamba3State(sums, key, value, last.unflatten(-1, (turn.shape[2], -1)))
 
 
 def rotate(x: Tensor, angle: Tensor) -> Tensor:

@@ -1,9 +1,5 @@
 """Log-linear Mamba-2 (Guo et al. 2025, 2506.04761): Mamba-2 whose keys are weighted by their level of distance."""
 
-import functools
-import os
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -13,8 +9,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .....ops.gated import log_linear
 from .....ops.tensors import upcast_half
-from ..causal_lm import Body, FlaForCausalLM
-from ..family import Family
+from ..backbone import Backbone, BackboneFamily, other_option
 from ..mixer import Call, GatedMLP, Mixer, RMSNorm, ShortConv, heads, merged
 
 LEVELS = 15  # of sequences of 2^14 tokens; the last one holds all larger distances too
@@ -99,67 +94,14 @@ class LogLinearBlock(GradientCheckpointingLayer):
         return x + self.mlp(self.mlp_norm(x)), state
 
 
-class Backbone(Body):
-    """Embedding, blocks and final norm, by the names of Mamba."""
-
-    def __init__(self, config: Any):
-        super().__init__(config)
-        self.norm_f = self.norm
-        del self.norm
-        # The original embeds padding like any token.
-        self.embeddings.padding_idx = None
-
-    def forward(self, x: Tensor, states: list[Any] | None, call: Call) -> tuple[Tensor, list[Any]]:
-        after = []
-        for i, layer in enumerate(self.layers):
-            x, state = layer(x, None if states is None else states[i], call)
-            after.append(state)
-        return self.norm_f(x), after
-
-
-class LogLinearForCausalLM(FlaForCausalLM):
-    """A model whose body is named ``backbone``; ``model`` reads it too."""
-
-    base_model_prefix = "backbone"
-    _no_split_modules = ["LogLinearBlock"]  # noqa: RUF012
-    _tied_weights_keys = {"lm_head.weight": "backbone.embeddings.weight"}  # noqa: RUF012
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__("backbone" if name == "model" else name, value)
-
-    @property
-    def model(self) -> nn.Module:
-        """The model without its head."""
-        return self.get_submodule("backbone")
-
-
-@dataclass(frozen=True)
-class LogLinearFamily(Family):
-    """A family whose body is named ``backbone``."""
-
-    @functools.cached_property
-    def model(self) -> Any:
-        """The model class, for transformers' Auto classes and ``from_pretrained``."""
-        members = {"config_class": self.config, "__module__": FlaForCausalLM.__module__}
-        return type(f"{self.title}ForCausalLM", (LogLinearForCausalLM,), members)
-
-    def load(self, source: str | os.PathLike[str], config: Mapping[str, Any], **options: Any) -> Any:
-        """Load a model of this family; ``config`` is the content of ``config.json``."""
-        # The name of early checkpoints.
-        options.setdefault("key_mapping", {r"^backbone\.embedding\.": "backbone.embeddings."})
-        return self.model.from_pretrained(source, **options)
-
-
 def _check(config: Any) -> str:
     for name, value in (("D_has_hdim", False), ("norm_before_gate", False), ("rmsnorm", True), ("attn", None)):
         if (given := getattr(config, name)) != value:
             return f"{name}={given!r} must be {value!r}"
     if tuple(config.dt_limit) != (0.0, float("inf")):
         return f"dt_limit={config.dt_limit!r} must be [0.0, inf]"
-    # The original builds its feed-forward and its norms with these alone.
-    for name, value in (("hidden_ratio", 4), ("intermediate_size", None), ("elementwise_affine", True)):
-        if (given := getattr(config, name)) != value:
-            return f"{name}={given!r} is not an option of this model type; it must be {value!r}"
+    if reason := other_option(config):
+        return reason
     width = int(config.expand * config.hidden_size)
     if width % config.head_dim or getattr(config, "num_heads", width // config.head_dim) * config.head_dim != width:
         return f"expand * hidden_size = {width} must be num_heads * head_dim, with head_dim={config.head_dim}"
@@ -169,7 +111,7 @@ def _check(config: Any) -> str:
 
 
 FAMILIES = (
-    LogLinearFamily(
+    BackboneFamily(
         "log_linear_mamba2",
         "LogLinearMamba2",
         lambda config, layer: LogLinearMamba2(config),
