@@ -81,8 +81,11 @@ def rwkv6_ffn(w, x):
     return gate.sigmoid() * (k @ w("value.weight").T)
 
 
-def rwkv7(w, x, count, first, fused):
-    """The attention of RWKV-7 on x (N,hidden), and its values; ``first`` are the values of layer 0."""
+def rwkv7(w, x, count, first, fused, eps=None):
+    """The attention of RWKV-7 on x (N,hidden), and its values; ``first`` are the values of layer 0.
+
+    ``eps`` is that of the group norm; None is that of flash-linear-attention.
+    """
     delta = before(x) - x
 
     def low(name, t, act):
@@ -110,7 +113,7 @@ def rwkv7(w, x, count, first, fused):
         state = decay[t, ..., None] * state - (removal[t] * a[t])[..., None] * seen[:, None]
         state = state + k[t, ..., None] * v[t, :, None]
         rows.append(torch.einsum("hd,hde->he", r[t], state).flatten())
-    o = normalized(torch.stack(rows), count, w("g_norm.weight"), w("g_norm.bias"), 1e-5 * k.shape[2])
+    o = normalized(torch.stack(rows), count, w("g_norm.weight"), w("g_norm.bias"), eps or 1e-5 * k.shape[2])
     bonus = ((r * k * w("r_k")).sum(-1, keepdim=True) * v).flatten(1)
     return ((o + bonus) * gate) @ w("o_proj.weight").T, first
 
@@ -128,11 +131,12 @@ def reader(weights, prefix):
     return lambda name: weights.get(f"{prefix}.{name}")
 
 
-def logits(name, weights, ids, options):
+def logits(name, weights, ids, options, eps=None):
     """The logits of a model, from the definitions of its layers."""
     x, first = weights["model.embeddings.weight"][ids], None
     if options.get("norm_first", True):
         x = layer_norm(reader(weights, "model.layers.0.pre_norm"), x)
+    hidden = x.shape[1]
     for layer in range(3):
         attn, attn_norm, ffn, ffn_norm = (
             reader(weights, f"model.layers.{layer}.{part}") for part in ("attn", "attn_norm", "ffn", "ffn_norm")
@@ -141,8 +145,8 @@ def logits(name, weights, ids, options):
             x = x + rwkv6(attn, layer_norm(attn_norm, x), options["num_heads"])
             x = x + rwkv6_ffn(ffn, layer_norm(ffn_norm, x))
         else:
-            count = options.get("num_heads") or 32 // options["head_dim"]
-            y, first = rwkv7(attn, layer_norm(attn_norm, x), count, first, options.get("fuse_norm", True))
+            count = options.get("num_heads") or hidden // options["head_dim"]
+            y, first = rwkv7(attn, layer_norm(attn_norm, x), count, first, options.get("fuse_norm", True), eps)
             x = x + y
             x = x + rwkv7_ffn(ffn, layer_norm(ffn_norm, x))
     return layer_norm(reader(weights, "model.norm"), x) @ weights["lm_head.weight"].T
@@ -208,10 +212,10 @@ def author_format(model):
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_files_of_the_author_give_the_same_logits(tmp_path, norm_first):
     ranks = {"decay_low_rank_dim": 3, "gate_low_rank_dim": 5, "a_low_rank_dim": 6, "v_low_rank_dim": 7}
-    model = build("rwkv7", head_dim=16, fuse_norm=False, norm_first=norm_first, **ranks)
+    model = build("rwkv7", hidden_size=64, head_dim=64, fuse_norm=False, norm_first=norm_first, **ranks)
     weights = author_format(model)
     # The first layer has these in some files, unused.
-    weights["blocks.0.att.v1"] = torch.randn(32, 7)
+    weights["blocks.0.att.v1"] = torch.randn(64, 7)
     torch.save(weights, tmp_path / "rwkv.pth")
     loaded = fla.load(tmp_path / "rwkv.pth")
     with torch.no_grad():
@@ -226,13 +230,58 @@ def test_files_of_the_author_give_the_same_logits(tmp_path, norm_first):
 
 def test_files_are_written_in_the_authors_format(tmp_path):
     ranks = {"decay_low_rank_dim": 3, "gate_low_rank_dim": 5, "a_low_rank_dim": 6, "v_low_rank_dim": 7}
-    model = build("rwkv7", head_dim=16, fuse_norm=False, **ranks)
+    model = build("rwkv7", hidden_size=64, head_dim=64, fuse_norm=False, **ranks)
     fla.save_pth(model, tmp_path / "rwkv.pth")
     written, expected = torch.load(tmp_path / "rwkv.pth"), author_format(model)
     assert written.keys() == expected.keys()
     assert all(torch.equal(written[name], tensor) for name, tensor in expected.items())
     with pytest.raises(ValueError, match="rwkv7 have this format, not rwkv6"):
         fla.save_pth(build("rwkv6", num_heads=2), tmp_path / "rwkv.pth")
+
+
+@pytest.mark.parametrize("size", [16, 32, 128])
+def test_files_with_other_heads_have_the_authors_group_norm(tmp_path, size):
+    """Its eps is 64e-5 for every size of the heads."""
+    options = {"hidden_size": max(32, size), "head_dim": size, "fuse_norm": False}
+    model = build("rwkv7", **options).double()
+    for layer in model.model.layers:
+        # Outputs so small that the eps decides.
+        layer.attn.v_proj.weight.data.mul_(0.1)
+    torch.save(author_format(model), tmp_path / "rwkv.pth")
+    loaded = fla.load(tmp_path / "rwkv.pth")
+    assert loaded.dtype == torch.float64
+    ids = torch.arange(20) * 5 % 41
+    with torch.no_grad():
+        found, expected = loaded(ids[None]).logits[0], logits("rwkv7", model.state_dict(), ids, options, 64e-5)
+        close(found, expected, 1e-11)
+        assert (model(ids[None]).logits[0] - expected).abs().max() > 1e-4
+        # Written again, the file has the weights it had.
+        fla.save_pth(loaded, tmp_path / "again.pth")
+        for name, tensor in torch.load(tmp_path / "again.pth").items():
+            close(tensor, author_format(model)[name], 1e-15)
+
+
+def test_heads_whose_scale_half_precision_would_round_are_refused(tmp_path):
+    for size in (16, 32):
+        weights = author_format(build("rwkv7", head_dim=size, fuse_norm=False))
+        torch.save({name: t.bfloat16() for name, t in weights.items()}, tmp_path / f"{size}.pth")
+    # A scale of 1/2 rounds nothing.
+    half, wide = (fla.load(tmp_path / "16.pth", **options) for options in ({}, {"dtype": torch.float32}))
+    assert half.dtype == torch.bfloat16
+    assert all(torch.equal(a.float(), b) for a, b in zip(half.parameters(), wide.parameters(), strict=True))
+    for options in ({}, {"dtype": torch.bfloat16}, {"dtype": "auto"}):
+        with pytest.raises(ValueError, match=r"heads of 32 channels.*0\.7071.*bfloat16.*dtype=torch.float32"):
+            fla.load(tmp_path / "32.pth", **options)
+    loaded = fla.load(tmp_path / "32.pth", dtype=torch.float32)
+    r_k = weights["blocks.1.att.r_k"].bfloat16().float()
+    assert torch.equal(loaded.model.layers[1].attn.r_k, (r_k.double() * 2**0.5).float())
+    with pytest.raises(ValueError, match=r"heads of 32 channels.*model\.float\(\)"):
+        fla.save_pth(loaded.bfloat16(), tmp_path / "again.pth")
+
+
+def test_the_format_has_one_eps(tmp_path):
+    with pytest.raises(ValueError, match=r"norm_eps=0.001 must be 1e-05"):
+        fla.save_pth(build("rwkv7", head_dim=16, norm_eps=1e-3), tmp_path / "rwkv.pth")
 
 
 PACKAGE = """
@@ -250,11 +299,10 @@ torch.save((whole, torch.stack(steps)), sys.argv[3])
 """
 
 
-@pytest.mark.parametrize("length", [8, 80])
-def test_logits_equal_those_of_the_authors_package(tmp_path, length):
+@pytest.mark.parametrize(("length", "size"), [(8, 64), (80, 64), (8, 16), (80, 32)])
+def test_logits_equal_those_of_the_authors_package(tmp_path, length, size):
     pytest.importorskip("rwkv", reason="the author's package: pip install rwkv")
-    # The package has the eps of heads of 64 channels, the size of all published models.
-    model = build("rwkv7", hidden_size=128, head_dim=64, fuse_norm=False, norm_first=True).float()
+    model = build("rwkv7", hidden_size=128, head_dim=size, fuse_norm=False, norm_first=True).float()
     ids = torch.randint(1, model.config.vocab_size, (length,), generator=torch.Generator().manual_seed(length))
     fla.save_pth(model, tmp_path / "model.pth")
     torch.save(ids, tmp_path / "ids.pt")

@@ -76,7 +76,8 @@ def save_pth(model: "FlaForCausalLM", path: str | os.PathLike[str]) -> None:
         path: The file, which is replaced.
 
     Raises:
-        ValueError: The model is not RWKV-7, or has weights that the format has no place for.
+        ValueError: The model is not RWKV-7, has weights that the format has no place for, has another ``norm_eps`` than
+            1e-5, or has heads of other than 64 channels whose values half precision would round.
     """
     from . import rwkv_files
 

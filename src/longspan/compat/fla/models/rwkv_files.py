@@ -1,5 +1,11 @@
-"""Files of RWKV-7 in other formats: the ``.pth`` files of its author, and older checkpoints."""
+"""Files of RWKV-7 in other formats: the ``.pth`` files of its author, and older checkpoints.
 
+The author's group norm has the constant eps 64e-5, that of flash-linear-attention has head_dim * norm_eps: the same for
+heads of 64 channels. For others, the values are scaled by c = sqrt(head_dim / 64). State and output are linear in them,
+so that the norm gets c o instead of o, and norm(c o, c^2 eps) = norm(o, eps). The bonus keeps its scale by ``r_k`` / c.
+"""
+
+import math
 import os
 import pickle
 import re
@@ -34,6 +40,8 @@ _ATT = {
     **{f"{name}2": f"{name}_lora.lora.2.weight" for name in "wavg"},
 }
 _FFN = {name: name for name in ("x_k", "key.weight", "value.weight")}
+SIZE = 64  # channels of a head for which both norms have the same eps
+EPS = 1e-5  # of the author's LayerNorms
 _NAME = re.compile(r"blocks\.(\d+)\.(\w+)\.(.+)")
 _TRANSPOSED = re.compile(r"[wavg][12]")
 
@@ -50,7 +58,8 @@ def load_pth(source: str | os.PathLike[str], **options: Any) -> Any:
 
     Raises:
         FileNotFoundError: The file does not exist.
-        ValueError: The file is not a state dict of RWKV-7, or has tensors that longspan does not know.
+        ValueError: The file is not a state dict of RWKV-7, has tensors that longspan does not know, or its values
+            cannot be scaled in half precision.
     """
     path = Path(source)
     if not path.is_file():
@@ -64,6 +73,9 @@ def load_pth(source: str | os.PathLike[str], **options: Any) -> Any:
         raise ValueError(f"{path} does not contain a state dict")
     try:
         config, weights = converted(weights)
+        dtype = str(options.get("dtype", options.get("torch_dtype")))
+        widened = dtype.endswith(("float32", "float64"))
+        weights = _scaled(weights, config["head_dim"], 1, widened, "pass dtype=torch.float32")
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     family = supported()["rwkv7"]
@@ -75,12 +87,16 @@ def save_pth(model: Any, path: str | os.PathLike[str]) -> None:
     kind = getattr(model.config, "model_type", type(model).__name__)
     if kind != "rwkv7":
         raise ValueError(f"only models of the type rwkv7 have this format, not {kind}")
+    if model.config.norm_eps != EPS:
+        raise ValueError(f"norm_eps={model.config.norm_eps} must be {EPS}, which the author's code has")
     found = {}
-    for name, tensor in model.state_dict().items():
+    weights = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()}
+    size = model.model.layers[0].attn.sizes[0]
+    for name, tensor in _scaled(weights, size, -1, False, "convert the model with model.float()").items():
         new = _original(name)
         if new is None:
             raise ValueError(f"the format of .pth files has no place for {name}")
-        value = tensor.detach().cpu()
+        value = tensor
         if _TRANSPOSED.fullmatch(new.rpartition(".")[2]):
             value = value.T
         elif value.dim() == 1 and re.search(r"\.(att|ffn)\.(?!ln)", new):
@@ -145,6 +161,37 @@ def converted(weights: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, 
         if layer in weights:
             config[f"{option}_low_rank_dim"] = weights[layer].shape[1]
     return config, found
+
+
+def _scaled(weights: dict[str, Tensor], size: int, power: int, widened: bool, hint: str) -> dict[str, Tensor]:
+    """Scale the values by c^power; see above.
+
+    Args:
+        weights: By the names of flash-linear-attention.
+        size: Channels of a head.
+        power: 1 from the author's format, -1 into it.
+        widened: Whether the model will have float32, whatever the weights have.
+        hint: What to do if half precision would round.
+
+    Raises:
+        ValueError: c is not a power of 2, and the weights stay in half precision.
+    """
+    if size == SIZE:
+        return weights
+    factor = math.sqrt(size / SIZE) ** power
+    found = dict(weights)
+    for name, tensor in weights.items():
+        share = {"v_proj.weight": factor, "r_k": 1 / factor}.get(name.partition(".attn.")[2])
+        if share is not None:
+            half = tensor.dtype in (torch.float16, torch.bfloat16)
+            if half and not widened and math.frexp(factor)[0] != 0.5:
+                raise ValueError(
+                    f"heads of {size} channels need values that are scaled by {factor:.4f}, which {tensor.dtype} would "
+                    f"round; {hint}"
+                )
+            scaled = tensor.double() * share
+            found[name] = scaled if half and widened else scaled.to(tensor.dtype)
+    return found
 
 
 def _renamed(name: str) -> str | None:
