@@ -4,7 +4,8 @@ As a program it runs the original's kernels on the CPU, in Triton's interpreter,
 
     PYTHONPATH=<its source> TRITON_INTERPRET=1 python tests/fla_original.py FILE.npz [channels of keys, of values]
 
-``tests/compat/fla_original.npz`` was written this way with flash-linear-attention 0.6.0, with 6 and 4 channels.
+``tests/compat/fla_original.npz`` was written this way with flash-linear-attention 0.6.0 and Triton 3.9, with 6 and 4
+channels. The interpreter of Triton 3.6 needs numpy before 2.4 for it.
 """
 
 import importlib
