@@ -179,6 +179,26 @@ def test_a_kept_state_and_a_new_prompt_are_read_together(attention):
     assert more.tokens == alone(model, [1, 2, 3, *first.tokens, 7], 4)
 
 
+@pytest.mark.parametrize("attention", ["softmax", "gated_deltanet"])
+def test_a_kept_state_is_there_at_the_end_and_runs_beside_new_prompts(attention):
+    model, states_at_end = decoder(attention), []
+    crowd = pool(model)
+
+    def listener(stream, token):
+        if token is None:
+            states_at_end.append(stream.state)
+
+    for n in (1, 4):
+        crowd.submit([1, 2, 3], max_new_tokens=n, sampling=GREEDY, keep_state=True, listener=listener)
+    crowd.run()
+    assert [int(state.position) for state in states_at_end] == [4, 7]
+    longer = alone(model, [1, 2, 3], 8)
+    more = [crowd.submit([longer[3]], max_new_tokens=4, sampling=GREEDY, state=states_at_end[1])[0]]
+    more += crowd.submit([7, 8], max_new_tokens=4, sampling=GREEDY)
+    crowd.run()
+    assert [stream.tokens for stream in more] == [longer[4:], alone(model, [7, 8], 4)]
+
+
 def test_cancelled_streams_free_their_slots_at_every_stage():
     model, generator = decoder(), torch.Generator().manual_seed(0)
     crowd = pool(model, queue=1000)

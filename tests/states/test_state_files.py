@@ -47,6 +47,21 @@ def test_every_state_comes_back_whatever_its_rows_and_tokens(name, tmp_path):
                 assert torch.equal(a, b)
 
 
+def test_texts_are_kept_with_a_state(tmp_path):
+    module, state = started("linear")
+    path, given = tmp_path / "s", {"model": "abc", "created": "7"}
+    longspan.states.save(state, path, given)
+    assert longspan.states.read_metadata(path) == given
+    assert torch.equal(longspan.states.load(path, module.init_state(1)).sums, state.sums)
+    path.write_bytes(path.read_bytes().replace(b'"abc"', b'"abd"'))
+    with pytest.raises(ValueError, match=r"changed or damaged"):
+        longspan.states.load(path, module.init_state(1))
+    with pytest.raises(ValueError, match=r"'sha256', which the format of the file uses"):
+        longspan.states.save(state, path, {"sha256": ""})
+    with pytest.raises(ValueError, match=r"no state file"):
+        longspan.states.read_metadata(tmp_path / "other")
+
+
 def test_a_context_may_have_other_tokens(tmp_path):
     module = longspan.build("softmax", 8, 2)
     (_, state), (_, other) = (module(torch.randn(2, 1, 8), context=torch.randn(2, n, 8)) for n in (5, 9))

@@ -56,7 +56,8 @@ class Stream:
     """tokens of the prompt that were read for an earlier stream"""
     keeps: bool = False
     state: DecoderState | None = None
-    """with ``keep_state=True``, the state at the end, one row, which has read all tokens but the last"""
+    """with ``keep_state=True``, the state at the end, one row, which has read all tokens but the last; set
+    before the listener is called with None"""
     cancelled: bool = False
 
 

@@ -1,8 +1,10 @@
 """Functions on any state: a pytree of NamedTuples of tensors, each batch first."""
 
+import contextlib
 import hashlib
+import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +22,8 @@ from .kv_cache import FixedKeyValues, KeyValues, fixed
 COUNTERS = (".length", ".position")
 PER_TOKEN = {"length", "mask"}
 TOKENS = {"keys": 2, "values": 2, "mask": 1}
+# Entries of a state file's header.
+RESERVED = {"longspan", "tree", "sha256", "format"}
 
 S = TypeVar("S")
 
@@ -249,6 +253,19 @@ def fix_capacity(state: S, capacity: int) -> S:
     return found
 
 
+def grow_capacity(state: S) -> S:
+    """Undo ``fix_capacity``: caches with a fixed number of slots become ordinary ones with the slots in use."""
+    found: Any = state
+    if isinstance(state, FixedKeyValues):
+        used = int(state.length.max()) if state.length.numel() else 0
+        found = KeyValues(state.keys[:, :, :used].contiguous(), state.values[:, :, :used].contiguous(), state.length)
+    elif type(state) is tuple:
+        found = tuple(grow_capacity(part) for part in state)
+    elif inner := {name: grow_capacity(part) for name, part in _nested(state)}:
+        found = found._replace(**inner)
+    return found
+
+
 def _nested(state: Any) -> list[tuple[str, Any]]:
     """The fields of a state that hold states of other modules: the layers of a stack, the attention of a block."""
     return [(name, getattr(state, name)) for name in ("layers", "own", "mixer") if hasattr(state, name)]
@@ -288,15 +305,17 @@ def check_values(state: Any) -> None:
                 raise ValueError(f"{name}.length is {most}, but there are {room} slots")
 
 
-def save(state: Any, path: str | os.PathLike[str]) -> None:
+def save(state: Any, path: str | os.PathLike[str], metadata: Mapping[str, str] | None = None) -> None:
     """Write a state to one safetensors file with its sha256, atomically.
 
     Args:
         state: The state of a mechanism or of a stack.
         path: The file; an older one is replaced.
+        metadata: Texts that the file also holds, for ``read_metadata``. The sha256 includes them.
 
     Raises:
-        ValueError: For a state on the meta device, or a path that cannot be written; an older file then stays.
+        ValueError: For a state on the meta device, a name in ``metadata`` that the format uses, or a path that cannot
+            be written; an older file then stays.
 
     Example:
         >>> import tempfile, torch, longspan
@@ -312,11 +331,46 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
     _refuse_meta(leaves)
     check_stored("the state", *leaves.values())
     leaves = {name: t.detach().cpu().contiguous().clone() for name, t in leaves.items()}
-    metadata = {"longspan": "state", "tree": _shape(state), "sha256": _digest(leaves)}
+    own, more = {"longspan": "state", "tree": _shape(state)}, dict(metadata or {})
+    if taken := sorted(more.keys() & RESERVED):
+        raise ValueError(f"metadata has the entry {taken[0]!r}, which the format of the file uses; rename it")
+    own["sha256"] = _digest(leaves, more)
     try:
-        atomic_io.write(path, serialize(leaves, metadata))
+        atomic_io.write(path, serialize(leaves, own | more))
     except OSError as error:
         raise ValueError(f"cannot write a state to {str(path)!r}: {error.strerror or error}") from error
+
+
+def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
+    """Return the ``metadata`` of a file that ``save`` has written; ``load`` checks its sha256.
+
+    Raises:
+        ValueError: For a file that is missing, or not the file of a state.
+    """
+    path = atomic_io.check(Path(path))
+    with _opened(path) as file:
+        metadata = file.metadata() or {}
+    if metadata.get("longspan") != "state":
+        raise ValueError(f"{str(path)!r} is not a readable state file: its header has no entry longspan=state")
+    return _more(metadata)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    """Open a state file; errors name it."""
+    try:
+        # safe_open maps the file by its name, and would block on a FIFO.
+        with atomic_io.open_regular(path), safe_open(path, "pt") as file:
+            yield file
+    except FileNotFoundError as error:
+        raise ValueError(f"no state file {str(path)!r}") from error
+    except (SafetensorError, OSError, KeyError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{str(path)!r} is not a readable state file: {reason}") from error
+
+
+def _more(metadata: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in metadata.items() if name not in RESERVED}
 
 
 def load(path: str | os.PathLike[str], like: S) -> S:
@@ -346,19 +400,12 @@ def load(path: str | os.PathLike[str], like: S) -> S:
     """
     path, wanted = atomic_io.check(Path(path)), _named(like)
     _refuse_meta(wanted)
-    try:
-        # safe_open maps the file by its name, and would block on a FIFO.
-        with atomic_io.open_regular(path), safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("tree") != _shape(like):
-                raise ValueError(f"{str(path)!r} does not hold the state of this mechanism or stack: {sorted(wanted)}")
-            leaves = {name: file.get_tensor(name) for name in wanted}
-    except FileNotFoundError as error:
-        raise ValueError(f"no state file {str(path)!r}") from error
-    except (SafetensorError, OSError, KeyError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ValueError(f"{str(path)!r} is not a readable state file: {reason}") from error
-    if metadata.get("sha256") != (found := _digest(leaves)):
+    with _opened(path) as file:
+        metadata = file.metadata() or {}
+        if metadata.get("tree") != _shape(like):
+            raise ValueError(f"{str(path)!r} does not hold the state of this mechanism or stack: {sorted(wanted)}")
+        leaves = {name: file.get_tensor(name) for name in wanted}
+    if metadata.get("sha256") != (found := _digest(leaves, _more(metadata))):
         raise ValueError(
             f"{str(path)!r} was changed or damaged since it was written: its sha256 is {found}, not "
             f"{metadata.get('sha256')}; restore it from a copy, or compute the state again"
@@ -396,9 +443,11 @@ def _refuse_meta(leaves: dict[str, Tensor]) -> None:
             raise ValueError(f"{name} is on the meta device, where tensors have no values")
 
 
-def _digest(leaves: dict[str, Tensor]) -> str:
-    """The sha256 of tensors on the CPU: names, dtypes, shapes and values."""
+def _digest(leaves: dict[str, Tensor], metadata: dict[str, str] | None = None) -> str:
+    """The sha256 of tensors on the CPU (names, dtypes, shapes and values) and of texts, if there are any."""
     digest = hashlib.sha256()
+    if metadata:
+        digest.update(f"{json.dumps(metadata, sort_keys=True)}\n".encode())
     for name, leaf in leaves.items():
         digest.update(f"{name} {leaf.dtype} {tuple(leaf.shape)}\n".encode())
         digest.update(leaf.reshape(-1).view(torch.uint8).numpy().data)
