@@ -2,6 +2,7 @@
 
 import signal
 import threading
+from pathlib import Path
 from typing import Any
 
 from .._utils.optional_deps import need
@@ -12,9 +13,9 @@ def parser() -> Parser:
     parser = make(
         "serve",
         "Serve a trained model over HTTP with the interface of OpenAI's completions: /v1/completions with streaming, "
-        "/v1/models, /healthz, /readyz and /metrics, and a page for trying the model at /. Each stream has its state "
-        "in a slot of a pool, and one decode step advances all streams. MODEL may also be a folder of a recurrent "
-        "model of transformers or flash-linear-attention with its tokenizer.json. After SIGTERM, running streams "
+        "/v1/models, /v1/sessions, /healthz, /readyz and /metrics, and a page for trying the model at /. Each stream "
+        "has its state in a slot of a pool, and one decode step advances all streams. MODEL may also be a folder of a "
+        "recurrent model of transformers or flash-linear-attention with its tokenizer.json. After SIGTERM, running streams "
         "finish; a second signal stops immediately.",
         "longspan serve text",
         "longspan serve runs/book --port 8080 --slots 256 --prefix-mb 512",
@@ -39,6 +40,14 @@ def parser() -> Parser:
         help="a token of the tokenizer that ends a stream; by default <|endoftext|>, or what the folder's configs name",
     )
     parser.add_argument("--prefix-mb", type=natural_int(10**6), default=0, help="memory for states of known beginnings")
+    parser.add_argument(
+        "--sessions",
+        type=str,
+        default="",
+        metavar="DIR",
+        help="folder that keeps sessions; without it they end with the server",
+    )
+    parser.add_argument("--session-mb", type=natural_int(10**9), default=1024, help="size of all sessions together")
     parser.add_argument("--max-tokens", type=natural_int(10**9), default=4096, help="largest max_tokens of a request")
     parser.add_argument("--api-key", type=str, default="", help="require the header Authorization: Bearer KEY")
     parser.add_argument("--name", type=str, default="", help="the model's name in requests; by default MODEL")
@@ -51,19 +60,21 @@ def run(args: Any) -> int:
     need("longspan serve", "starlette", "uvicorn", "prometheus_client")
     import uvicorn
 
-    from ..serving import Pool
+    from ..serving import Pool, Sessions
     from ..serving.connection import protocol
     from ..serving.server import Limits, Server
 
     model, codec, grid = _loaded(args.model, args.stop)
     pool = Pool(model, slots=args.slots, queue=args.queue, capacity=args.capacity, prefix_bytes=args.prefix_mb << 20)
     limits = Limits(tokens=args.max_tokens, connections=args.slots + args.queue + 1024)
+    sessions = Sessions(pool, Path(args.sessions) if args.sessions else None, limit=args.session_mb << 20)
     server = Server(
         pool,
         name=args.name or args.model,
         codec=codec,
         api_key=args.api_key,
         limits=limits,
+        sessions=sessions,
         grid=grid,
         playground=not args.no_playground,
     )

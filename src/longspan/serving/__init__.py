@@ -4,5 +4,16 @@ from .adapters import Servable
 from .pool import Full, Pool, Stream
 from .prefix_cache import PrefixCache
 from .sampler import Sampling
+from .sessions import Session, SessionError, Sessions
 
-__all__ = ["Full", "Pool", "PrefixCache", "Sampling", "Servable", "Stream"]
+__all__ = [
+    "Full",
+    "Pool",
+    "PrefixCache",
+    "Sampling",
+    "Servable",
+    "Session",
+    "SessionError",
+    "Sessions",
+    "Stream",
+]

@@ -1,11 +1,13 @@
 """The description of the HTTP interface as OpenAPI 3.1, from the tables that requests are checked with."""
 
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
-from .requests import fields
+from .requests import fields, session_fields
 
 JSON = dict[str, Any]
+F = TypeVar("F", bound=Callable[..., Any])
 
 STATUSES = {
     "400": "The request is wrong; the message names the field.",
@@ -13,11 +15,13 @@ STATUSES = {
     "404": "Not served here.",
     "405": "The path has other methods.",
     "408": "The body did not arrive in time.",
+    "409": "The session has a turn that is not finished, or belongs to another model.",
     "413": "The body is too large.",
     "415": "The body is not application/json.",
     "429": "All slots and places in the queue are taken; try again later.",
     "500": "The model failed.",
     "503": "The server is shutting down, or the model's thread has ended.",
+    "507": "The sessions would exceed their limit; delete some.",
 }
 
 
@@ -30,6 +34,7 @@ def document(server: Any, free: tuple[str, ...]) -> JSON:
         free: Paths that need no key.
     """
     about = fields(model=server.name, text=server.codec is not None, vocab=server.pool.vocab, most=server.limits.tokens)
+    begun = session_fields(model=server.name, text=server.codec is not None, vocab=server.pool.vocab)
     paths: dict[str, JSON] = {
         "/v1/completions": {"post": _completions(server.codec is not None)},
         "/v1/models": {"get": operation("List the model.", {"200": content(ref("Models"))}, "401")},
@@ -58,7 +63,7 @@ def document(server: Any, free: tuple[str, ...]) -> JSON:
         "openapi": "3.1.0",
         "info": {"title": "longspan serve", "version": version("longspan")},
         "paths": paths,
-        "components": {"schemas": {**_SCHEMAS, "Completion": _body(about)}},
+        "components": {"schemas": {**_SCHEMAS, "Completion": _body(about), "NewSession": _body(begun)}},
     }
     if server.api_key:
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -67,6 +72,16 @@ def document(server: Any, free: tuple[str, ...]) -> JSON:
             for one in paths.get(path, {}).values():
                 one["security"] = []
     return found
+
+
+def described(method: str, one: JSON) -> Callable[[F], F]:
+    """Give an endpoint its part of the document: the operation of a method, such as ``get``."""
+
+    def described(endpoint: F) -> F:
+        setattr(endpoint, "openapi", {method: one})  # noqa: B010 (functions have no such attribute for a type checker)
+        return endpoint
+
+    return described
 
 
 def ref(name: str) -> JSON:
@@ -79,7 +94,9 @@ def content(schema: JSON, description: str = "ok") -> JSON:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
-def operation(summary: str, responses: JSON, *statuses: str, body: JSON | None = None) -> JSON:
+def operation(
+    summary: str, responses: JSON, *statuses: str, body: JSON | None = None, names: dict[str, JSON] | None = None
+) -> JSON:
     """Return an operation of a path.
 
     Args:
@@ -87,11 +104,14 @@ def operation(summary: str, responses: JSON, *statuses: str, body: JSON | None =
         responses: Its responses by status.
         statuses: Those of ``STATUSES`` that it may return.
         body: The schema of its body, None for none.
+        names: The schemas of the names in its path.
     """
     found: JSON = {
         "summary": summary,
         "responses": {**responses, **{status: content(ref("Error"), STATUSES[status]) for status in statuses}},
     }
+    if names:
+        found["parameters"] = [{"name": n, "in": "path", "required": True, "schema": s} for n, s in names.items()]
     if body is not None:
         found["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
     return found
@@ -104,7 +124,7 @@ def _completions(text: bool) -> JSON:
     whole["content"]["text/event-stream"] = {
         "schema": _object({"data": {"anyOf": [{"const": "[DONE]"}, data]}}),
     }
-    statuses = ("400", "401", "404", "408", "413", "415", "429", "500", "503")
+    statuses = ("400", "401", "404", "408", "409", "413", "415", "429", "500", "503", "507")
     return operation("Continue prompts.", {"200": whole}, *statuses, body=ref("Completion"))
 
 
@@ -154,6 +174,15 @@ _CHOICE: dict[str, JSON] = {
     "logprobs": _LOGPROBS,
 }
 _TOKENS: dict[str, JSON] = {**_CHOICE, "tokens": {"type": "array", "items": _COUNT}}
+_SESSION: dict[str, JSON] = {
+    "id": {"type": "string"},
+    "object": {"const": "session"},
+    "created": _COUNT,
+    "model": {"type": "string"},
+    "length": _COUNT,
+    "bytes": _COUNT,
+    "fork_from": {"type": ["string", "null"]},
+}
 _SCHEMAS: dict[str, JSON] = {
     "Error": _object(
         {
@@ -176,6 +205,14 @@ _SCHEMAS: dict[str, JSON] = {
             },
         }
     ),
+    "Session": _object(_SESSION),
+    "SessionContent": _object(
+        {**_SESSION, "tokens": {"type": "array", "items": _COUNT}, "text": {"type": ["string", "null"]}}
+    ),
+    "SessionDeleted": _object(
+        {"id": {"type": "string"}, "object": {"const": "session.deleted"}, "deleted": {"const": True}}
+    ),
+    "Sessions": _object({"object": {"const": "list"}, "data": {"type": "array", "items": ref("Session")}}),
     "Status": _object({"status": {"type": "string"}}),
     "TextCompletion": _response(_object(_CHOICE)),
     "TextEvent": _event(_CHOICE),

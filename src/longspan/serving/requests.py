@@ -1,12 +1,14 @@
-"""Bodies of ``/v1/completions``: what is accepted, and one clear error for what is not."""
+"""Bodies of ``/v1/completions`` and ``/v1/sessions``: what is accepted, and one clear error for what is not."""
 
 import json
 import random
 import reprlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from .sampler import Sampling
+from .sessions import ID
 
 MOST_STOPS = 4
 MOST_STOP_CHARACTERS = 1024
@@ -14,6 +16,7 @@ MOST_TOP = 20
 MOST_CHOICES = 64
 MOST_PROMPTS = 128
 
+_ID: dict[str, Any] = {"type": ["string", "null"], "pattern": f"^{ID.pattern}$"}
 # Each field of a body as JSON Schema. ``completion`` checks these bounds, and ``openapi`` describes them.
 FIELDS: dict[str, dict[str, Any]] = {
     "model": {"type": "string", "description": "The served model's name."},
@@ -69,6 +72,7 @@ FIELDS: dict[str, dict[str, Any]] = {
         "additionalProperties": False,
     },
     "user": {"type": ["string", "null"], "description": "The client's name for its user, which changes nothing."},
+    "session": {**_ID, "description": "The session that the completion continues; it takes one prompt and n=1."},
     # Fields of OpenAI's interface that are accepted with the value that has no effect.
     "best_of": {"enum": [None]},
     "frequency_penalty": {"enum": [None, 0]},
@@ -101,6 +105,21 @@ def fields(*, model: str, text: bool, vocab: int, most: int) -> dict[str, dict[s
     return {name: {**schema, **own.get(name, {})} for name, schema in FIELDS.items()}
 
 
+def session_fields(*, model: str, text: bool, vocab: int) -> dict[str, dict[str, Any]]:
+    """Return each field of a body of ``/v1/sessions`` as JSON Schema. Arguments as in ``fields``."""
+    known = fields(model=model, text=text, vocab=vocab, most=1)
+    one, tokens, many = known["prompt"]["anyOf"]
+    return {
+        "model": known["model"],
+        "prompt": {
+            "description": "A text or a list of tokens that the session reads.",
+            "anyOf": [one, tokens, {**many, "maxItems": 1}],
+            "default": "",
+        },
+        "fork_from": {**_ID, "description": "The session to copy."},
+    }
+
+
 class Wrong(Exception):
     """A request that cannot be served: a message, the field, and a status."""
 
@@ -122,6 +141,10 @@ class Completion:
     echo: bool
     stream: bool
     usage: bool
+    session: str = ""
+    """the session that the completion continues, or \"\""""
+    later: tuple[int, ...] = ()
+    """the prompt's tokens in a session that has others: without first special tokens"""
 
     def ways(self, index: int) -> list[Sampling]:
         """Return the options of each choice of a prompt; choices differ in their seed."""
@@ -148,22 +171,12 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, most: int) -> C
     Raises:
         Wrong: For an unknown field, and values of another type or out of range.
     """
-    if not isinstance(body, dict):
-        raise Wrong(f"the body must be a JSON object, not {type(body).__name__}")
     known = fields(model=model, text=codec is not None, vocab=vocab, most=most)
-    if unknown := sorted(body.keys() - known.keys()):
-        raise Wrong(f"unknown field {_shown(unknown[0])}; known are {', '.join(known)}", unknown[0])
+    _known(body, known, model)
     for name, schema in known.items():
         value = body.get(name)
         if "enum" in schema and (isinstance(value, bool) or value not in schema["enum"]):
             raise Wrong(f"{name}={_shown(value)} is not supported; leave it out", name)
-    if body.get("model", model) != model:
-        raise Wrong(
-            f"model {_shown(body['model'])} is not served here; this server has {model!r}",
-            "model",
-            404,
-            "model_not_found",
-        )
     if not isinstance(body.get("user"), str | None):
         raise Wrong(f"user={_shown(body['user'])} must be a string", "user")
     numbers = {name: _number(body, name, known[name]) for name in known if "minimum" in known[name]}
@@ -173,9 +186,15 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, most: int) -> C
         raise Wrong(
             f"stream_options={_shown(options)} must be an object with {', '.join(allowed)} only", "stream_options"
         )
-    seed = numbers["seed"]
+    seed, given = numbers["seed"], body.get("prompt", known["prompt"]["default"])
+    prompts, session, later = _prompts(given, codec, vocab), body.get("session"), []
+    if session is not None:
+        if numbers["n"] != 1 or len(prompts) != 1:
+            raise Wrong(f"a session takes one prompt and n=1, not {len(prompts)} and n={numbers['n']}", "session")
+        session = session_id(session, "session")
+        (later,) = _prompts(given, codec, vocab, more=True)
     return Completion(
-        _prompts(body.get("prompt", known["prompt"]["default"]), codec, vocab),
+        prompts,
         numbers["max_tokens"],
         Sampling(
             numbers["temperature"],
@@ -189,7 +208,54 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, most: int) -> C
         _flag(body, "echo"),
         _flag(body, "stream"),
         _flag(options, "include_usage"),
+        session or "",
+        tuple(later),
     )
+
+
+@dataclass(frozen=True)
+class NewSession:
+    """A checked body of ``/v1/sessions``."""
+
+    prompt: tuple[int, ...]
+    later: tuple[int, ...]
+    """the same prompt after other tokens: without first special tokens"""
+    fork_from: str
+    """the session to copy, or \"\""""
+
+
+def new_session(body: Any, *, model: str, codec: Any, vocab: int) -> NewSession:
+    """Check a body of ``/v1/sessions``. Arguments and errors as in ``completion``."""
+    _known(body, session_fields(model=model, text=codec is not None, vocab=vocab), model)
+    given, source = body.get("prompt", ""), body.get("fork_from")
+    prompts = _prompts(given, codec, vocab)
+    if len(prompts) != 1:
+        raise Wrong(f"a session takes one prompt, not {len(prompts)}", "prompt")
+    (later,) = _prompts(given, codec, vocab, more=True)
+    return NewSession(tuple(prompts[0]), tuple(later), "" if source is None else session_id(source, "fork_from"))
+
+
+def session_id(value: Any, param: str | None = None) -> str:
+    """Return an ID of a session. Raises Wrong for anything else."""
+    if not isinstance(value, str) or not ID.fullmatch(value):
+        raise Wrong(f"{_shown(value)} is not the ID of a session, which is sess- and 32 digits from 0 to f", param)
+    return value
+
+
+def _known(body: Any, names: Iterable[str], model: str) -> None:
+    """Raise Wrong for a body that is no object, has unknown fields or names another model."""
+    if not isinstance(body, dict):
+        raise Wrong(f"the body must be a JSON object, not {type(body).__name__}")
+    names = list(names)
+    if unknown := sorted(body.keys() - set(names)):
+        raise Wrong(f"unknown field {_shown(unknown[0])}; known are {', '.join(names)}", unknown[0])
+    if body.get("model", model) != model:
+        raise Wrong(
+            f"model {_shown(body['model'])} is not served here; this server has {model!r}",
+            "model",
+            404,
+            "model_not_found",
+        )
 
 
 def parsed(data: bytes | bytearray) -> Any:
@@ -245,8 +311,8 @@ def _stops(given: Any, codec: Any) -> list[str]:
     return stop
 
 
-def _prompts(given: Any, codec: Any, vocab: int) -> list[list[int]]:
-    """A text, tokens, or a list of either -> lists of tokens."""
+def _prompts(given: Any, codec: Any, vocab: int, more: bool = False) -> list[list[int]]:
+    """A text, tokens, or a list of either -> lists of tokens; ``more`` for texts that follow other tokens."""
     if isinstance(given, str) or (isinstance(given, list) and all(map(_is_integer, given))):
         given = [given]
     if not isinstance(given, list) or not given:
@@ -262,7 +328,7 @@ def _prompts(given: Any, codec: Any, vocab: int) -> list[list[int]]:
                 found.append([])
                 continue
             try:
-                found.append(codec.encode(one))
+                found.append(codec.encode_more(one) if more else codec.encode(one))
             except UnicodeEncodeError as error:
                 raise Wrong(f"prompt is not valid Unicode: {error.reason}", "prompt") from error
         elif isinstance(one, list) and all(map(_is_integer, one)):

@@ -7,7 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -21,7 +21,9 @@ from .. import states
 from . import openapi, page
 from .pool import Full, Pool, Stream
 from .requests import Completion, Wrong, completion, parsed
-from .text import Stops
+from .sessions import SessionError, Sessions
+from .text import Stops, decoded
+from .turns import SessionRoutes, Turn, refusal, while_connected
 from .worker import Worker
 
 PING = 15.0  # seconds without a token after which a comment keeps the connection open
@@ -48,7 +50,7 @@ class Limits:
 class Metrics:
     """Counters for Prometheus, in a registry of their own."""
 
-    def __init__(self, worker: Worker):
+    def __init__(self, worker: Worker, sessions: Sessions):
         self.registry, pool = CollectorRegistry(), worker.pool
         self.requests = Counter("longspan_requests", "Requests by status", ["status"], registry=self.registry)
         self.first = Histogram("longspan_first_token_seconds", "Seconds to the first token", registry=self.registry)
@@ -61,6 +63,8 @@ class Metrics:
             ("longspan_prefix_hits", "Prompts whose beginning was known", lambda: pool.prefixes.hits),
             ("longspan_prefix_misses", "Prompts whose beginning was not known", lambda: pool.prefixes.misses),
             ("longspan_tokens_drawn", "Tokens drawn", lambda: worker.drawn),
+            ("longspan_sessions", "Sessions", lambda: len(sessions)),
+            ("longspan_session_bytes", "Bytes of all sessions", lambda: sessions.nbytes),
             ("longspan_streams_cancelled", "Streams that were cancelled", lambda: worker.cancelled),
         ):
             Gauge(name, text, registry=self.registry).set_function(value)
@@ -79,6 +83,8 @@ class _Choice:
     finish: str | None = None
     seen: int = 0
     parts: list[str] = field(default_factory=list)
+    turn: Turn | None = None
+    error: Wrong | None = None
 
 
 class Server:
@@ -92,6 +98,7 @@ class Server:
         limits: What one client may use.
         grid: The shape of the images of a model of pixels, (height, width) or (height, width, 3); () for other models.
         playground: Serve a page for trying the model at ``/``.
+        sessions: Where sessions are kept; by default in memory. ``close`` closes it.
     """
 
     def __init__(
@@ -104,13 +111,18 @@ class Server:
         limits: Limits | None = None,
         grid: tuple[int, ...] = (),
         playground: bool = True,
+        sessions: Sessions | None = None,
     ):
         self.pool, self.name, self.codec, self.api_key, self.grid = pool, name, codec, api_key, grid
         self.limits = limits or Limits()
         self.worker = Worker(pool)
-        self.metrics = Metrics(self.worker)
+        self.sessions = Sessions(pool) if sessions is None else sessions
+        self.metrics = Metrics(self.worker, self.sessions)
         self.created = int(time.time())
         self.closing = False
+        self.turns = SessionRoutes(
+            self.sessions, self.worker, model=name, codec=codec, body=self._body, accept=self._accept
+        )
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/models", self.models),
@@ -120,6 +132,7 @@ class Server:
             Route("/metrics", self.prometheus),
             *([Route("/", page.playground)] if playground else []),
             Route("/openapi.json", self.description),
+            *self.turns.routes,
         ]
         handlers = {
             Wrong: self.wrong,
@@ -139,6 +152,7 @@ class Server:
         for stream in [*self.pool.rows]:
             self.worker.cancel(stream)
         self.worker.close()
+        self.sessions.close()
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -150,11 +164,10 @@ class Server:
             vocab=self.pool.vocab,
             most=self.limits.tokens,
         )
-        if self.closing:
-            raise Wrong("the server is shutting down", status=503, code="shutting_down")
-        if not self.worker.running:
-            raise Wrong("the model's thread has ended; restart the server", status=503, code="model_error")
-        choices = self._submit(asked)
+        self._accept()
+        if (turn := await self.turns.begin(request, asked)) is not None:
+            asked = replace(asked, prompts=[turn.prompt])
+        choices = self._submit(asked, turn)
         about = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -166,19 +179,12 @@ class Server:
             self.metrics.requests.labels("200").inc()
             events = self._events(asked, choices, about, began)
             return Events(events, lambda: self._drop(choices), media_type="text/event-stream", headers=headers)
-        watcher = asyncio.create_task(_gone(request))
-        answers = asyncio.create_task(self._all(asked, choices, began))
         try:
-            await asyncio.wait({watcher, answers}, return_when=asyncio.FIRST_COMPLETED)
-            if not answers.done():
-                raise ClientDisconnect
-            found = await answers
+            found = await while_connected(request, self._all(asked, choices, began))
         finally:
-            watcher.cancel()
-            answers.cancel()
             self._drop(choices)
-        if failed := next((c.stream.error for c in choices if c.stream.finished == "error"), ""):
-            raise Wrong(f"the model failed: {failed}", status=500, code="model_error")
+        if failed := next((choice.error for choice in choices if choice.error is not None), None):
+            raise failed
         self.metrics.requests.labels("200").inc()
         return JSONResponse({**about, "choices": found, "usage": self._usage(asked, choices)})
 
@@ -230,6 +236,13 @@ class Server:
         """Return 500 in OpenAI's form; the error itself is in the log."""
         return await self.wrong(request, Wrong("the server failed", status=500, code="internal_error"))
 
+    def _accept(self) -> None:
+        """Raise Wrong while the server accepts no work."""
+        if self.closing:
+            raise Wrong("the server is shutting down", status=503, code="shutting_down")
+        if not self.worker.running:
+            raise Wrong("the model's thread has ended; restart the server", status=503, code="model_error")
+
     async def _body(self, request: Request) -> Any:
         """Return the parsed body, read up to the limit."""
         kind = request.headers.get("content-type", "application/json")
@@ -249,7 +262,7 @@ class Server:
             raise Wrong(text, status=408, code="timeout") from None
         return parsed(data)
 
-    def _submit(self, asked: Completion) -> list[_Choice]:
+    def _submit(self, asked: Completion, turn: Turn | None) -> list[_Choice]:
         loop = asyncio.get_running_loop()
         choices: list[_Choice] = []
         if (total := len(asked.prompts) * asked.n) > self.pool.slots + self.pool.queue:
@@ -267,8 +280,9 @@ class Server:
                     with contextlib.suppress(RuntimeError):  # the loop has ended
                         loop.call_soon_threadsafe(self._put, queues, stream, token, most)
 
+                start: dict[str, Any] = {"prompt": prompt} if turn is None else turn.options()
                 streams = self.pool.submit(
-                    prompt,
+                    **start,
                     max_new_tokens=asked.max_tokens,
                     sampling=asked.ways(i),
                     stop=self.codec.ends if self.codec else (),
@@ -279,13 +293,16 @@ class Server:
                     queue: asyncio.Queue = asyncio.Queue()
                     queues[id(stream)] = queue
                     decoding = self.codec.decoder() if self.codec else None
-                    choices.append(_Choice(len(choices), stream, queue, decoding, Stops(asked.stop)))
-        except Full as error:
+                    choices.append(_Choice(len(choices), stream, queue, decoding, Stops(asked.stop), turn=turn))
+        except Exception as error:
             self._drop(choices, count=False)
-            raise Wrong(str(error), status=429, code="overloaded") from error
-        except ValueError as error:
-            self._drop(choices, count=False)
-            raise Wrong(str(error), "prompt") from error
+            if turn is not None:
+                turn.release()
+            if isinstance(error, Full):
+                raise Wrong(str(error), status=429, code="overloaded") from error
+            if isinstance(error, ValueError):
+                raise Wrong(str(error), "prompt") from error
+            raise
         self.worker.wake()
         return choices
 
@@ -299,13 +316,31 @@ class Server:
             reason = choice.stream.finished
             text = "" if choice.decoding is None else choice.stops.add(choice.decoding.end()) + choice.stops.end()
             choice.finish = reason or "error"
-            return self._piece(asked, choice, text, [], place)
-        choice.seen += 1
-        text = "" if choice.decoding is None else choice.stops.add(choice.decoding.add(token))
-        if choice.stops.stopped:
-            choice.finish = "stop"
-            self.worker.cancel(choice.stream, count=False)
-        return self._piece(asked, choice, text, [token], place)
+            if choice.finish == "error":
+                message = f"the model failed: {choice.stream.error}"
+                choice.error = Wrong(message, status=500, code="model_error")
+        else:
+            choice.seen += 1
+            text = "" if choice.decoding is None else choice.stops.add(choice.decoding.add(token))
+            if choice.stops.stopped:
+                choice.finish = "stop"
+                self.worker.cancel(choice.stream, count=False)
+        choice.parts.append(text)
+        if choice.turn is not None and choice.finish is not None:
+            await self._finish(choice, choice.turn)
+        return self._piece(asked, choice, text, [] if token is None else [token], place)
+
+    async def _finish(self, choice: _Choice, turn: Turn) -> None:
+        """Save the session of a turn that has ended, before its client learns of the end."""
+        if choice.finish not in ("stop", "length"):
+            turn.release()
+            return
+        try:
+            cut = "".join(choice.parts) if choice.stops.stopped else None
+            await turn.commit(choice.stream, choice.seen, cut)
+        except SessionError as error:
+            choice.finish, choice.error = "error", refusal(error)
+            turn.release()
 
     def _piece(self, asked: Completion, choice: _Choice, text: str, tokens: list[int], place: int) -> dict[str, Any]:
         found: dict[str, Any] = {"index": choice.index, "text": text, "finish_reason": choice.finish, "logprobs": None}
@@ -329,7 +364,7 @@ class Server:
 
         async def one(choice: _Choice) -> dict[str, Any]:
             nonlocal first
-            whole = self._echo(choice) if asked.echo else None
+            whole = self._echo(asked, choice) if asked.echo else None
             while (piece := await self._next(asked, choice)) is not None:
                 if first and choice.seen:
                     self.metrics.first.observe(time.monotonic() - began)
@@ -349,7 +384,7 @@ class Server:
         try:
             if asked.echo:
                 for choice in choices:
-                    yield _event({**about, "choices": [self._echo(choice)]})
+                    yield _event({**about, "choices": [self._echo(asked, choice)]})
             while waiting:
                 done, _ = await asyncio.wait(waiting, timeout=PING, return_when=asyncio.FIRST_COMPLETED)
                 if not done:
@@ -361,8 +396,8 @@ class Server:
                     if first:
                         self.metrics.first.observe(time.monotonic() - began)
                         first = False
-                    if choice.stream.finished == "error" and choice.finish == "error":
-                        yield _event({"error": _error(Wrong(f"the model failed: {choice.stream.error}", status=500))})
+                    if choice.error is not None:
+                        yield _event({"error": _error(choice.error)})
                     elif piece["text"] or piece.get("tokens") or piece["finish_reason"] or asked.logprobs is not None:
                         yield _event({**about, "choices": [piece]})
                     if choice.finish is None:
@@ -375,13 +410,13 @@ class Server:
                 task.cancel()
             self._drop(choices)
 
-    def _echo(self, choice: _Choice) -> dict[str, Any]:
-        """The piece of a choice that is its prompt."""
+    def _echo(self, asked: Completion, choice: _Choice) -> dict[str, Any]:
+        """The piece of a choice that is its prompt; the tokens of its session before it are not part of it."""
+        prompt = asked.prompts[choice.index // asked.n]
         found = {"index": choice.index, "text": "", "finish_reason": None, "logprobs": None}
         if self.codec is None:
-            return {**found, "tokens": list(choice.stream.prompt)}
-        decoding = self.codec.decoder()
-        found["text"] = "".join(map(decoding.add, choice.stream.prompt)) + decoding.end()
+            return {**found, "tokens": list(prompt)}
+        found["text"] = decoded(self.codec, prompt)
         choice.offset = len(found["text"])
         return found
 
@@ -404,9 +439,11 @@ class Server:
             queue.put_nowait(token)
 
     def _drop(self, choices: list[_Choice], *, count: bool = True) -> None:
-        """Cancel the streams of a request that has ended."""
+        """Cancel the streams of a request that has ended; a session without a finished turn stays as it was."""
         for choice in choices:
             self.worker.cancel(choice.stream, count=count)
+            if choice.turn is not None:
+                choice.turn.release()
 
 
 class Events(StreamingResponse):
@@ -480,9 +517,3 @@ def _joined(whole: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
         a, b = whole["logprobs"] or dict.fromkeys(piece["logprobs"]), piece["logprobs"]
         found["logprobs"] = {name: (a[name] or []) + (b[name] or []) or None for name in a}
     return found
-
-
-async def _gone(request: Request) -> None:
-    """Wait until the client has hung up."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass

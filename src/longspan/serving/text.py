@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Sequence
+from typing import Any
 
 
 class Bytes:
@@ -14,6 +15,10 @@ class Bytes:
     def encode(self, text: str) -> list[int]:
         """Return the bytes of a text."""
         return list(text.encode())
+
+    def encode_more(self, text: str) -> list[int]:
+        """Return the bytes of a text that follows other tokens: the same."""
+        return self.encode(text)
 
     def name(self, token: int) -> str:
         """Return a token as text: the character of an ASCII byte, or ``bytes:\\xe6``."""
@@ -37,6 +42,12 @@ class Decoding:
     def end(self) -> str:
         """Return the text of bytes that form no character."""
         return self._decoder.decode(b"", True)
+
+
+def decoded(codec: Any, tokens: Sequence[int]) -> str:
+    """Return the text of tokens, by a codec such as ``Bytes``."""
+    decoding = codec.decoder()
+    return "".join(map(decoding.add, tokens)) + decoding.end()
 
 
 class Stops:

@@ -38,6 +38,11 @@ class Tokenized:
         text.encode()
         return self.tokenizer.encode(text, add_special_tokens=self.special).ids
 
+    def encode_more(self, text: str) -> list[int]:
+        """Return the tokens of a text that follows other tokens, as ``encode`` does, without special tokens."""
+        text.encode()
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens, without special tokens."""
         return self.tokenizer.decode([token for token in tokens if token not in self.ends])

@@ -1,0 +1,374 @@
+"""Sessions: texts that several requests continue, each with the state after its tokens, in memory or in a folder."""
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import re
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import states
+from .._utils import atomic_io, locks
+from ..models.decoder import Decoder, DecoderState
+from ..states.utils import grow_capacity
+from .adapters import FlaModel, TransformersModel
+from .pool import Pool
+
+ID = re.compile(r"sess-[0-9a-f]{32}")
+END = ".safetensors"
+OVERHEAD = 4096  # bytes that are counted for each session in addition, for its file and its entry
+
+
+class SessionError(ValueError):
+    """A session that cannot be used, with a ``code``: not_found, busy, other_model, damaged, unwritable or full."""
+
+    def __init__(self, message: str, code: str):
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Session:
+    """The tokens of a text, and a state that has read all of them but the last ``pending``.
+
+    There are pending tokens wherever there are tokens, since the outputs of the last one are not kept.
+    """
+
+    tokens: tuple[int, ...] = ()
+    pending: int = 0
+    state: DecoderState | None = None
+    """one row, which has also read the start token of a model that has one; None before that"""
+
+    @property
+    def unread(self) -> tuple[int, ...]:
+        """The pending tokens."""
+        return self.tokens[len(self.tokens) - self.pending :]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What the list of sessions has of one."""
+
+    id: str
+    created: int
+    length: int
+    nbytes: int
+    parent: str = ""
+    """the session that this one was forked from"""
+    model: str = ""
+    """the digest of its model; "" for the one of the pool"""
+    damage: str = ""
+    """why its file cannot be read"""
+
+
+class _Saved(NamedTuple):
+    """A session as a state of one row, for ``states.save``."""
+
+    tokens: Tensor  # (1,N) int64
+    pending: Tensor  # (1,) int64
+    state: DecoderState
+
+
+class Sessions:
+    """The sessions of one model.
+
+    With a folder, each session is a file that is replaced as a whole: it holds the session before a turn or after it,
+    also if the process is killed. Methods may be called from any thread; two changes of one session at a time are
+    prevented by ``lock``.
+
+    Args:
+        pool: The pool that runs the model.
+        folder: Where to save the sessions; it is made if it does not exist. None keeps them in memory.
+        limit: Bytes of all states and tokens together. Sessions beyond it are refused; none is dropped.
+
+    Raises:
+        ValueError: For a negative limit, a folder that cannot be made or that another process uses, and a folder for
+            a model whose weights are not known.
+    """
+
+    def __init__(self, pool: Pool, folder: Path | None = None, *, limit: int = 1 << 30):
+        if limit < 0:
+            raise ValueError(f"limit={limit} must be a number of bytes >= 0")
+        self.model, self.folder, self.limit, self.vocab = pool.model, folder, limit, pool.vocab
+        self._row = states.nbytes(pool.state) // pool.slots
+        self._entries: dict[str, Entry] = {}
+        self._kept: dict[str, Session] = {}  # without a folder
+        self._reserved = 0
+        self._locked: set[str] = set()
+        self._guard = threading.RLock()
+        self._end = contextlib.ExitStack()
+        self._digest = ""
+        if folder is not None:
+            _described(self.model)
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                self._end.enter_context(locks.exclusive_lock(folder / ".lock", f"the sessions in {folder}"))
+            except OSError as error:
+                raise ValueError(f"cannot keep sessions in {folder}: {error.strerror or error}") from error
+            self._look(folder)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of the model's config and weights."""
+        if not self._digest:
+            self._digest = model_digest(self.model)
+        return self._digest
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all sessions."""
+        with self._guard:
+            return sum(entry.nbytes for entry in self._entries.values())
+
+    def close(self) -> None:
+        """Let another process use the folder."""
+        self._end.close()
+
+    def entries(self) -> list[Entry]:
+        """Return the sessions of this model, the oldest first."""
+        with self._guard:
+            found = [entry for entry in self._entries.values() if not entry.model and not entry.damage]
+        return sorted(found, key=lambda entry: (entry.created, entry.id))
+
+    def entry(self, name: str) -> Entry:
+        """Return what is known of a session.
+
+        Raises:
+            SessionError: For an unknown ID, a session of another model, and a damaged file.
+        """
+        found = self._known(name)
+        if found.damage:
+            raise SessionError(f"session {name!r} cannot be read: {found.damage}", "damaged")
+        if found.model:
+            raise SessionError(
+                f"session {name!r} belongs to the model with sha256 {found.model}, but this server has the model with "
+                f"sha256 {self.digest}; serve that model, or delete the session",
+                "other_model",
+            )
+        return found
+
+    @contextlib.contextmanager
+    def lock(self, name: str) -> Iterator[None]:
+        """Prevent other changes of a session.
+
+        Raises:
+            SessionError: If another one has the lock, or there is no such session.
+        """
+        with self._guard:
+            self._known(name)
+            if name in self._locked:
+                raise SessionError(f"session {name!r} has a turn that is not finished; try again after it", "busy")
+            self._locked.add(name)
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._locked.discard(name)
+
+    @contextlib.contextmanager
+    def room(self, length: int, name: str = "") -> Iterator[None]:
+        """Reserve memory for a session (a new one if ``name`` is "") that grows to ``length`` tokens.
+
+        Raises:
+            SessionError: If the limit does not allow it.
+        """
+        with self._guard:
+            old = self._entries[name].nbytes if name else 0
+            more = max(0, OVERHEAD + self._row + 8 * length - old)
+            if (needed := self.nbytes + self._reserved + more) > self.limit:
+                raise SessionError(
+                    f"{length} tokens in this session bring all sessions to {needed:,} bytes, but the limit is "
+                    f"{self.limit:,}; delete some sessions",
+                    "full",
+                )
+            self._reserved += more
+        try:
+            yield
+        finally:
+            with self._guard:
+                self._reserved -= more
+
+    def read(self, name: str) -> Session:
+        """Return a session; its state must not be changed in place.
+
+        Raises:
+            SessionError: As ``entry`` does.
+        """
+        entry = self.entry(name)
+        if self.folder is None:
+            return self._kept[name]
+        with torch.no_grad():
+            like = _Saved(
+                torch.zeros(1, 0, dtype=torch.int64),
+                torch.zeros(1, dtype=torch.int64),
+                self.model.init_state(1, 0),
+            )
+            try:
+                found = states.load(self._path(name), like)
+            except ValueError as error:
+                raise SessionError(f"session {name!r} cannot be read: {error}", "damaged") from error
+        tokens, pending, position = found.tokens[0].tolist(), int(found.pending), int(found.state.position)
+        # The start token counts in the position, and the tokens exclude it.
+        expected = (self.model.start is not None) + len(tokens) - pending
+        fits = position == expected if position else pending == len(tokens)
+        if len(tokens) != entry.length or not fits or any(not 0 <= token < self.vocab for token in tokens):
+            raise SessionError(
+                f"session {name!r} cannot be read: its state has read {position} tokens, which does not fit its "
+                f"{len(tokens)} tokens with {pending} pending",
+                "damaged",
+            )
+        return Session(tuple(tokens), pending, found.state if position else None)
+
+    def create(self, session: Session, parent: str = "") -> Entry:
+        """Keep a new session.
+
+        Args:
+            session: Its content.
+            parent: The ID of the session that it was forked from.
+
+        Raises:
+            SessionError: If its file cannot be written.
+        """
+        entry = Entry(f"sess-{uuid.uuid4().hex}", int(time.time()), 0, 0, parent)
+        return self._put(entry, session)
+
+    def replace(self, name: str, session: Session) -> Entry:
+        """Replace a session as a whole. Arguments and errors as in ``create`` and ``entry``."""
+        return self._put(self.entry(name), session)
+
+    def remove(self, name: str) -> None:
+        """Delete a session, also a damaged one or one of another model.
+
+        Raises:
+            SessionError: If there is none, or its file cannot be deleted.
+        """
+        self._known(name)
+        if self.folder is not None:
+            try:
+                self._path(name).unlink(missing_ok=True)
+                atomic_io.sync(self.folder)
+            except OSError as error:
+                raise SessionError(
+                    f"cannot delete session {name!r}: {error.strerror or error}", "unwritable"
+                ) from error
+        with self._guard:
+            del self._entries[name]
+            self._kept.pop(name, None)
+
+    def _known(self, name: str) -> Entry:
+        with self._guard:
+            if (found := self._entries.get(name)) is None:
+                raise SessionError(f"there is no session {name!r}; POST /v1/sessions makes one", "not_found")
+            return found
+
+    def _path(self, name: str) -> Path:
+        assert self.folder is not None
+        assert ID.fullmatch(name)
+        return self.folder / f"{name}{END}"
+
+    def _put(self, entry: Entry, session: Session) -> Entry:
+        length = len(session.tokens)
+        state = session.state
+        if state is None and self.folder is not None:
+            with torch.no_grad():
+                state = self.model.init_state(1, 0)
+        size = OVERHEAD + 8 * length + (0 if state is None else states.nbytes(state))
+        entry = dataclasses.replace(entry, length=length, nbytes=size)
+        if self.folder is not None:
+            tokens = torch.tensor([session.tokens], dtype=torch.int64).reshape(1, -1)
+            assert state is not None
+            facts = {
+                "model": self.digest,
+                "created": str(entry.created),
+                "length": str(length),
+                "bytes": str(size),
+                "parent": entry.parent,
+            }
+            try:
+                states.save(_Saved(tokens, torch.tensor([session.pending]), state), self._path(entry.id), facts)
+            except ValueError as error:
+                raise SessionError(str(error), "unwritable") from error
+        with self._guard:
+            self._entries[entry.id] = entry
+            if self.folder is None:
+                self._kept[entry.id] = session
+        return entry
+
+    def _look(self, folder: Path) -> None:
+        """Find the sessions that earlier processes have saved, and remove what killed ones left half written."""
+        for path in sorted(folder.iterdir()):
+            # The temporary name of a file is .NAME.TOKEN.tmp.
+            if path.suffix == ".tmp" and ID.fullmatch(path.name[1 : 1 + len("sess-") + 32]):
+                atomic_io.tidy(path.with_name(path.name[1:].rsplit(".", 2)[0]))
+            name = path.name.removesuffix(END)
+            if path.name != f"{name}{END}" or not ID.fullmatch(name):
+                continue
+            try:
+                facts = states.read_metadata(path)
+                model = "" if facts["model"] == self.digest else facts["model"]
+                entry = Entry(
+                    name, int(facts["created"]), int(facts["length"]), int(facts["bytes"]), facts["parent"], model
+                )
+            except (ValueError, KeyError) as error:
+                reason = str(error) if isinstance(error, ValueError) else f"{path} has no entry {error}"
+                entry = Entry(name, 0, 0, path.lstat().st_size, damage=reason)
+            self._entries[name] = entry
+
+
+def continued(session: Session, tokens: tuple[int, ...], state: DecoderState | None) -> Session:
+    """Return a session after more tokens.
+
+    Args:
+        session: The session before.
+        tokens: What follows its tokens.
+        state: The state that has read all tokens but the last; None leaves them pending.
+    """
+    whole = session.tokens + tokens
+    if state is None:
+        return Session(whole, session.pending + len(tokens), session.state)
+    return Session(whole, 1, grow_capacity(state))
+
+
+def model_digest(model: Any) -> str:
+    """Return the sha256 of a model's config and weights, the same on every device.
+
+    Args:
+        model: The model of a pool: a ``Decoder``, or an adapter for models of transformers.
+
+    Raises:
+        ValueError: For a model of another kind.
+    """
+    config, weights = _described(model)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    for name, tensor in sorted(weights.state_dict().items()):
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _described(model: Any) -> tuple[dict[str, Any], Any]:
+    """A model's config, and the module with its weights."""
+    if isinstance(model, FlaModel | TransformersModel):
+        config = model.model.config.to_dict()
+        # Where the model was loaded from, and by which version, changes no state.
+        return {
+            name: config[name] for name in config if name not in ("_name_or_path", "transformers_version")
+        }, model.model
+    if isinstance(model, Decoder):
+        return dataclasses.asdict(model.config), model
+    raise ValueError(
+        f"sessions of a {type(model).__name__} cannot be saved in a folder, because its config and weights are not "
+        f"known; keep them in memory"
+    )

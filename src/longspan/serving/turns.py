@@ -1,0 +1,284 @@
+"""Sessions over HTTP: ``/v1/sessions``, and the turns of ``/v1/completions`` that continue one."""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from .openapi import content, described, operation, ref
+from .pool import Full, Stream
+from .requests import Completion, Wrong, new_session, session_id
+from .sampler import Sampling
+from .sessions import ID, Entry, Session, SessionError, Sessions, continued
+from .text import decoded
+from .worker import Worker
+
+STATUS = {"not_found": 404, "busy": 409, "other_model": 409, "damaged": 500, "unwritable": 500, "full": 507}
+BODY = ("400", "401", "408", "413", "415", "429", "500", "503")
+ONE = ("400", "401", "404", "409", "500")
+NAMES = {"id": {"type": "string", "pattern": f"^{ID.pattern}$"}}
+
+T = TypeVar("T")
+
+
+class Turn:
+    """One completion of a session, which is locked until ``commit`` or ``release``.
+
+    The session changes with ``commit`` alone. A turn that ends in another way leaves the session as it was.
+    """
+
+    def __init__(self, store: Sessions, name: str, codec: Any, end: contextlib.ExitStack):
+        self.store, self.name, self.codec = store, name, codec
+        self.session = Session()
+        self.prompt: list[int] = []
+        self._end = end
+        self._commit: asyncio.Task[Entry] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the arguments of ``Pool.submit`` that continue the session."""
+        return {"prompt": [*self.session.unread, *self.prompt], "state": self.session.state, "keep_state": True}
+
+    async def commit(self, stream: Stream, count: int, text: str | None) -> None:
+        """Save the session after the turn; a caller that is cancelled does not stop it.
+
+        Args:
+            stream: The stream of the turn, ended unless ``text`` is given.
+            count: The number of its tokens that were drawn when the turn ended.
+            text: The returned text, where a stop string has cut it; None for all tokens. The state has then read too
+                far, so the tokens up to the cut stay pending, and the next turn reads them.
+
+        Raises:
+            SessionError: If the session cannot be saved; it is then as it was before the turn.
+        """
+        drawn, state = stream.tokens[:count], stream.state
+        if text is not None:
+            drawn, state = cut(self.codec, drawn, text), None
+        after = continued(self.session, (*self.prompt, *drawn), state)
+
+        async def save() -> Entry:
+            try:
+                return await asyncio.to_thread(self.store.replace, self.name, after)
+            finally:
+                self._end.close()
+
+        self._commit = asyncio.create_task(save())
+        self._commit.add_done_callback(lambda task: task.cancelled() or task.exception())  # there may be no caller
+        await asyncio.shield(self._commit)
+
+    def release(self) -> None:
+        """Leave the session as it is, unless ``commit`` has begun."""
+        if self._commit is None:
+            self._end.close()
+
+
+class SessionRoutes:
+    """The routes of ``/v1/sessions``.
+
+    Args:
+        store: The sessions.
+        worker: The thread that runs the pool.
+        model: The model's name in requests.
+        codec: Text to tokens and back, None for a model without text.
+        body: Returns the parsed body of a request.
+        accept: Raises Wrong while the server accepts no new work.
+    """
+
+    def __init__(
+        self,
+        store: Sessions,
+        worker: Worker,
+        *,
+        model: str,
+        codec: Any,
+        body: Callable[[Request], Awaitable[Any]],
+        accept: Callable[[], None],
+    ):
+        self.store, self.worker, self.model, self.codec = store, worker, model, codec
+        self.body, self.accept = body, accept
+        self.routes = [
+            Route("/v1/sessions", self.create, methods=["POST"]),
+            Route("/v1/sessions", self.list, methods=["GET"]),
+            Route("/v1/sessions/{id}", self.show, methods=["GET"]),
+            Route("/v1/sessions/{id}", self.delete, methods=["DELETE"]),
+        ]
+
+    @described(
+        "post",
+        operation(
+            "Make a session.", {"200": content(ref("Session"))}, *BODY, "404", "409", "507", body=ref("NewSession")
+        ),
+    )
+    async def create(self, request: Request) -> Response:
+        """POST /v1/sessions: an empty session, one that has read a prompt, or a copy of another one."""
+        vocab = self.worker.pool.vocab
+        asked = new_session(await self.body(request), model=self.model, codec=self.codec, vocab=vocab)
+        self.accept()
+        with _refusing():
+            session = Session()
+            if asked.fork_from:
+                session = await asyncio.to_thread(self.store.read, asked.fork_from)
+            session = continued(session, asked.later if session.tokens else asked.prompt, None)
+            with self.store.room(len(session.tokens)):
+                session = await while_connected(request, self._read(session))
+                entry = await asyncio.to_thread(self.store.create, session, asked.fork_from)
+        return JSONResponse(self._about(entry))
+
+    @described("get", operation("List the sessions.", {"200": content(ref("Sessions"))}, "401"))
+    async def list(self, request: Request) -> Response:
+        """GET /v1/sessions."""
+        return JSONResponse({"object": "list", "data": [self._about(entry) for entry in self.store.entries()]})
+
+    @described("get", operation("Return a session.", {"200": content(ref("SessionContent"))}, *ONE, names=NAMES))
+    async def show(self, request: Request) -> Response:
+        """GET /v1/sessions/ID: the session after its last finished turn, with its tokens and its text."""
+        name = session_id(request.path_params["id"])
+
+        def content() -> tuple[Entry, Session, str | None]:
+            entry, session = self.store.entry(name), self.store.read(name)
+            return entry, session, None if self.codec is None else decoded(self.codec, session.tokens)
+
+        with _refusing():
+            entry, session, text = await asyncio.to_thread(content)
+        return JSONResponse({**self._about(entry), "tokens": session.tokens, "text": text})
+
+    @described("delete", operation("Delete a session.", {"200": content(ref("SessionDeleted"))}, *ONE, names=NAMES))
+    async def delete(self, request: Request) -> Response:
+        """DELETE /v1/sessions/ID."""
+        name = session_id(request.path_params["id"])
+        with _refusing(), self.store.lock(name):
+            await asyncio.to_thread(self.store.remove, name)
+        return JSONResponse({"id": name, "object": "session.deleted", "deleted": True})
+
+    async def begin(self, request: Request, asked: Completion) -> Turn | None:
+        """Lock the session of a completion and read its pending tokens; None without a session.
+
+        Raises:
+            Wrong: If the session does not exist, has another turn, or belongs to another model.
+        """
+        if not asked.session:
+            return None
+        with _refusing(), contextlib.ExitStack() as end:
+            end.enter_context(self.store.lock(asked.session))
+            entry = self.store.entry(asked.session)
+            end.enter_context(self.store.room(entry.length + len(asked.prompts[0]) + asked.max_tokens, asked.session))
+            session = await asyncio.to_thread(self.store.read, asked.session)
+            session = await while_connected(request, self._read(session))
+            turn = Turn(self.store, asked.session, self.codec, end.pop_all())
+            turn.session = session
+            turn.prompt = list(asked.later) if session.tokens else asked.prompts[0]
+            return turn
+
+    async def _read(self, session: Session) -> Session:
+        """Let the state read all tokens but the last."""
+        pool = self.worker.pool
+        # A model without a start token has no state before its first token, which the next turn reads.
+        if session.pending <= (session.state is not None or pool.model.start is None):
+            return session
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+
+        def listener(stream: Stream, token: int | None) -> None:
+            if token is None:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(ended.set)
+
+        # The one token that is drawn is not used: a kept state has not read it.
+        options: dict[str, Any] = {
+            "max_new_tokens": 1,
+            "sampling": Sampling(temperature=0.0),
+            "keep_state": True,
+            "stop": self.codec.ends if self.codec else (),
+        }
+        try:
+            (stream,) = pool.submit(session.unread[:-1], state=session.state, listener=listener, **options)
+        except Full as error:
+            raise Wrong(str(error), status=429, code="overloaded") from error
+        except ValueError as error:
+            raise Wrong(str(error), "prompt") from error
+        self.worker.wake()
+        try:
+            await ended.wait()
+        finally:
+            self.worker.cancel(stream)
+        if stream.state is None:
+            raise Wrong(f"the model failed: {stream.error or stream.finished}", status=500, code="model_error")
+        return continued(Session(session.tokens[:-1]), session.tokens[-1:], stream.state)
+
+    def _about(self, entry: Entry) -> dict[str, Any]:
+        return {
+            "id": entry.id,
+            "object": "session",
+            "created": entry.created,
+            "model": self.model,
+            "length": entry.length,
+            "bytes": entry.nbytes,
+            "fork_from": entry.parent or None,
+        }
+
+
+def cut(codec: Any, tokens: Sequence[int], text: str) -> list[int]:
+    """Return the tokens of a text that a stop string has cut.
+
+    They are the given tokens up to the cut. Where the cut falls inside a token, the rest of the text is encoded anew.
+
+    Args:
+        codec: Text to tokens and back.
+        tokens: The tokens that were drawn.
+        text: A beginning of their text.
+    """
+    decoding, length, most = codec.decoder(), 0, 0
+    for count, token in enumerate(tokens, 1):
+        length += len(decoding.add(token))
+        if length > len(text):
+            break
+        most = count
+    # Bytes of the character after the cut may be among them; alone they would be a replacement character.
+    while not text.startswith(known := decoded(codec, tokens[:most])):
+        most -= 1
+    # Some tokenizers write a space before each text, so fewer tokens are kept where the rest does not join on.
+    for kept in (*range(most, max(0, most - 8), -1), 0):
+        known = decoded(codec, tokens[:kept])
+        found = [*tokens[:kept], *codec.encode_more(text[len(known) :])]
+        if text.startswith(known) and decoded(codec, found) == text:
+            return found
+    raise SessionError(f"the text {text!r} has no tokens that end where the stop string begins", "unwritable")
+
+
+async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of ``work``, which is cancelled if the client hangs up.
+
+    Raises:
+        ClientDisconnect: If the client hangs up.
+    """
+    watcher, task = asyncio.create_task(_gone(request)), asyncio.create_task(work)
+    try:
+        await asyncio.wait({watcher, task}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return await task
+    finally:
+        watcher.cancel()
+        task.cancel()
+
+
+async def _gone(request: Request) -> None:
+    """Wait until the client has hung up."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+@contextlib.contextmanager
+def _refusing() -> Iterator[None]:
+    """Turn errors of sessions into answers."""
+    try:
+        yield
+    except SessionError as error:
+        raise refusal(error) from error
+
+
+def refusal(error: SessionError) -> Wrong:
+    """Return the answer for an error of a session."""
+    return Wrong(str(error), "session", STATUS[error.code], f"session_{error.code}")

@@ -1,0 +1,618 @@
+"""Sessions over HTTP: turns continue one text, forks part, and what does not finish changes nothing."""
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import longspan
+from longspan import states
+from longspan.serving import Pool, Session, SessionError, Sessions
+from longspan.serving.sessions import continued, model_digest
+from longspan.serving.text import Bytes, decoded
+
+httpx = pytest.importorskip("httpx")
+uvicorn = pytest.importorskip("uvicorn")
+pytest.importorskip("starlette")
+pytest.importorskip("prometheus_client")
+
+from longspan.serving.connection import protocol  # noqa: E402
+from longspan.serving.server import Server  # noqa: E402
+from longspan.serving.turns import cut  # noqa: E402
+
+NONE = "sess-" + "0" * 32
+
+
+def decoder(attention="gated_deltanet", vocab=256, seed=0):
+    torch.manual_seed(seed)
+    config = {"vocab": vocab, "positions": "none", "dim": 16, "heads": 2, "depth": 2, "attention": attention}
+    return longspan.Decoder(longspan.DecoderConfig(**config)).double().eval()
+
+
+class Running:
+    """A server in a thread, with sessions."""
+
+    def __init__(self, model=None, *, folder=None, limit=1 << 30, codec=True, pool=None, **options):
+        self.model = decoder() if model is None else model
+        self.pool = Pool(self.model, **({"slots": 4, "queue": 8, "capacity": 0} | (pool or {})))
+        for t in pytree.tree_leaves(self.pool.state):
+            if t.is_floating_point():
+                t.fill_(float("nan"))
+        self.store = Sessions(self.pool, folder, limit=limit)
+        codec = Bytes() if codec else None
+        self.server = Server(self.pool, name="tiny", codec=codec, sessions=self.store, **options)
+        http = protocol(self.server.limits)
+        config = uvicorn.Config(self.server.app, port=0, http=http, ws="none", log_level="error", lifespan="off")
+        self.http = uvicorn.Server(config)
+        self.http.install_signal_handlers = lambda: None
+        self.thread = threading.Thread(target=self.http.run, daemon=True)
+        self.thread.start()
+        until(lambda: self.http.started)
+        self.url = f"http://127.0.0.1:{self.http.servers[0].sockets[0].getsockname()[1]}/v1"
+        self.client = httpx.Client(timeout=60, base_url=self.url)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.client.close()
+        self.http.should_exit = True
+        self.thread.join(10)
+        self.server.close()
+
+    def create(self, **body):
+        answer = self.client.post("/sessions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["id"]
+
+    def turn(self, session, prompt="", max_tokens=8, **options):
+        body = {"session": session, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0} | options
+        answer = self.client.post("/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    def show(self, session):
+        return self.client.get(f"/sessions/{session}").json()
+
+    def tokens(self, session):
+        return self.show(session)["tokens"]
+
+    def streamed(self, **body):
+        """A turn that draws until its client leaves."""
+        body = {"max_tokens": 4000, "temperature": 0, "stream": True} | body
+        return self.client.stream("POST", "/completions", json=body)
+
+    def alone(self, tokens, n):
+        tokens = torch.tensor([list(tokens)], dtype=torch.long)
+        return longspan.generate(self.model, tokens, max_new_tokens=n, temperature=0)[0].tolist()
+
+
+def until(holds, seconds=60):
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "it did not happen"
+        time.sleep(0.01)
+
+
+def text_of(tokens):
+    return decoded(Bytes(), tokens)
+
+
+@pytest.fixture(scope="module")
+def running():
+    with Running() as found:
+        yield found
+
+
+@pytest.fixture(scope="module", params=["memory", "folder"])
+def kept(request, tmp_path_factory):
+    """A server for each place of sessions."""
+    with Running(folder=tmp_path_factory.mktemp("kept") if request.param == "folder" else None) as found:
+        yield found
+
+
+@pytest.mark.parametrize("attention", ["gated_deltanet", "softmax", "mamba", "gla; local(window=3)"])
+@pytest.mark.parametrize("place", ["memory", "folder"])
+def test_turns_continue_one_text(attention, place, tmp_path):
+    folder = tmp_path if place == "folder" else None
+    with Running(decoder(attention), folder=folder, pool={"capacity": 64, "prefill": 3}) as running:
+        session, whole = running.create(prompt="hello"), list(b"hello")
+        assert running.tokens(session) == whole
+        for prompt, n in (("", 5), ("more", 1), ("", 1), ("x", 6)):
+            drawn = running.alone([*whole, *prompt.encode()], n)
+            assert running.turn(session, prompt, n) == text_of(drawn)
+            whole += [*prompt.encode(), *drawn]
+            found = running.show(session)
+            assert found["tokens"] == whole
+            assert found["text"] == text_of(whole)
+            assert found["length"] == len(whole)
+        kept = running.store.read(session)
+        assert kept.pending == 1
+        _, expected = running.model(torch.tensor([[256, *whole[:-1]]]), running.model.init_state(1))
+        for a, b in zip(pytree.tree_leaves(kept.state), pytree.tree_leaves(expected), strict=True):
+            torch.testing.assert_close(a, b)
+
+
+def test_an_empty_session_begins_a_text(kept):
+    session = kept.create()
+    assert kept.tokens(session) == []
+    assert kept.turn(session) == text_of(kept.alone([], 8))
+    assert kept.tokens(session) == kept.alone([], 8)
+
+
+def test_forks_part(kept):
+    first = kept.create(prompt="once upon")
+    kept.turn(first, " a", 4)
+    before = kept.tokens(first)
+    same, other = kept.create(fork_from=first), kept.create(fork_from=first, prompt=", but")
+    assert kept.show(same)["fork_from"] == first
+    kept.turn(first, "!!!", 6)
+    assert kept.tokens(same) == before
+    assert kept.tokens(other) == before + list(b", but")
+    for session in (same, other):
+        whole = kept.tokens(session)
+        assert kept.turn(session, "", 6) == text_of(kept.alone(whole, 6))
+    assert kept.client.delete(f"/sessions/{first}").json() == {
+        "id": first,
+        "object": "session.deleted",
+        "deleted": True,
+    }
+    assert kept.client.get(f"/sessions/{first}").status_code == 404
+    assert kept.tokens(same)[: len(before)] == before
+    listed = [one["id"] for one in kept.client.get("/sessions").json()["data"]]
+    assert {same, other} <= set(listed)
+    assert first not in listed
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_cuts_the_session_too(kept, stream):
+    session, whole = kept.create(prompt="stop"), list(b"stop")
+    for prompt in ("", "again", "and again"):
+        drawn = kept.alone([*whole, *prompt.encode()], 30)
+        text = text_of(drawn)
+        stop = text[9:12]
+        expected = text[: text.index(stop)]
+        body = {"session": session, "prompt": prompt, "max_tokens": 30, "temperature": 0, "stop": stop}
+        if stream:
+            with kept.client.stream("POST", "/completions", json=body | {"stream": True}) as answer:
+                lines = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
+            found = "".join(line["choices"][0]["text"] for line in lines)
+        else:
+            found = kept.turn(**body)
+        assert found == expected
+        whole += list(prompt.encode())
+        while text_of(drawn) != expected:
+            drawn.pop()
+        whole += drawn
+        assert kept.tokens(session) == whole
+        # Each turn leaves no more pending than it has added.
+        assert kept.store.read(session).pending <= 1 + len(prompt) + len(drawn) + 4 * (prompt == "")
+    assert kept.turn(session, "", 5) == text_of(kept.alone(whole, 5))
+    assert kept.store.read(session).pending == 1
+
+
+def test_a_stop_at_the_first_token_leaves_the_prompt(kept):
+    session = kept.create()
+    stop = text_of(kept.alone(b"ab", 4))[:1]
+    assert kept.turn(session, "ab", stop=stop) == ""
+    assert kept.tokens(session) == list(b"ab")
+    assert kept.turn(session, "") == text_of(kept.alone(b"ab", 8))
+    empty = kept.create()
+    assert kept.turn(empty, "", stop=text_of(kept.alone([], 4))[:1]) == ""
+    assert kept.tokens(empty) == []
+
+
+def test_a_cut_text_has_its_tokens_for_all_bytes():
+    generator = random.Random(0)
+    parts = [bytes([i]) for i in range(256)] + ["河".encode(), "😀".encode(), b"\xf0\x9f\x98", b"\xe0\x80", b"abc"]
+    for _ in range(300):
+        tokens = list(b"".join(generator.choices(parts, k=generator.randrange(8))))
+        text = text_of(tokens)
+        for end in range(len(text) + 1):
+            found = cut(Bytes(), tokens, text[:end])
+            assert found == tokens[: len(found)]
+            assert text_of(found) == text[:end]
+
+
+class Pairs:
+    """A codec whose tokens are two letters, or one of a rest."""
+
+    def encode_more(self, text):
+        return [text[i : i + 2] for i in range(0, len(text), 2)]
+
+    def decoder(self):
+        return self
+
+    def add(self, token):
+        return token
+
+    def end(self):
+        return ""
+
+
+def test_a_cut_inside_a_token_encodes_the_rest():
+    assert cut(Pairs(), ["ab", "cd", "ef"], "abc") == ["ab", "c"]
+    assert cut(Pairs(), ["ab", "cd", "ef"], "abcd") == ["ab", "cd"]
+    assert cut(Pairs(), ["ab"], "") == []
+
+
+def test_a_client_that_hangs_up_rolls_the_session_back(kept):
+    session = kept.create(prompt="roll")
+    kept.turn(session, "", 3)
+    before = kept.tokens(session)
+    state = states.clone(kept.store.read(session).state)
+    for stop in (None, ["never there"]):
+        with kept.streamed(session=session, prompt=" on", stop=stop) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            assert kept.tokens(session) == before
+        until(lambda: kept.pool.idle)
+        assert kept.tokens(session) == before
+    after = kept.store.read(session).state
+    assert all(torch.equal(a, b) for a, b in zip(*map(pytree.tree_leaves, (state, after)), strict=True))
+    assert kept.turn(session) == text_of(kept.alone(before, 8))
+
+
+def test_a_turn_at_a_time(kept):
+    session = kept.create(prompt="busy")
+    with kept.streamed(session=session) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        with httpx.Client(timeout=60, base_url=kept.url) as other:
+            refused = other.post("/completions", json={"session": session})
+            assert refused.status_code == 409
+            assert refused.json()["error"]["code"] == "session_busy"
+            assert other.delete(f"/sessions/{session}").status_code == 409
+            fork = other.post("/sessions", json={"fork_from": session}).json()["id"]
+            assert other.get(f"/sessions/{fork}").json()["tokens"] == list(b"busy")
+    until(lambda: kept.pool.idle)
+    until(lambda: kept.client.post("/completions", json={"session": session, "max_tokens": 1}).status_code == 200)
+
+
+def test_many_turns_at_once_leave_whole_sessions(kept):
+    sessions = [kept.create(prompt=f"{i}") for i in range(3)]
+    counts = dict.fromkeys(sessions, 0)
+
+    def work(seed):
+        generator = random.Random(seed)
+        with httpx.Client(timeout=60, base_url=kept.url) as client:
+            for _ in range(8):
+                session, hang_up = generator.choice(sessions), generator.random() < 0.4
+                body = {"session": session, "max_tokens": 400 if hang_up else 3, "temperature": 0, "stream": hang_up}
+                if hang_up:
+                    with client.stream("POST", "/completions", json=body) as answer:
+                        next(answer.iter_lines())
+                elif client.post("/completions", json=body).status_code == 200:
+                    counts[session] += 1
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    until(lambda: kept.pool.idle)
+    assert sum(counts.values()) > 0
+    for i, session in enumerate(sessions):
+        n = 3 * counts[session]
+        assert kept.tokens(session) == [*f"{i}".encode(), *(kept.alone(f"{i}".encode(), n) if n else [])]
+
+
+def test_an_error_rolls_the_session_back(monkeypatch, tmp_path):
+    with Running(folder=tmp_path) as running:
+        session = running.create(prompt="fail")
+        before = running.tokens(session)
+        works = running.pool.model
+
+        class Failing:
+            def __getattr__(self, name):
+                return getattr(works, name)
+
+            def __call__(self, *_, **__):
+                raise RuntimeError("broken")
+
+        running.pool.model = Failing()
+        answer = running.client.post("/completions", json={"session": session})
+        assert answer.status_code == 500
+        assert "broken" in answer.json()["error"]["message"]
+        assert running.client.post("/sessions", json={"prompt": "abc"}).status_code == 500
+        running.pool.model = works
+        assert running.tokens(session) == before
+        assert len(running.store) == 1
+
+        def refuse(*_):
+            raise ValueError("the disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(states, "save", refuse)
+            answer = running.client.post("/completions", json={"session": session})
+            assert answer.status_code == 500
+            assert answer.json()["error"]["code"] == "session_unwritable"
+            with running.streamed(session=session, max_tokens=3) as answer:
+                events = [line for line in answer.iter_lines() if line.startswith("data: ")]
+            assert "the disk is full" in "".join(events)
+            assert '"finish_reason": "length"' not in "".join(events)
+        assert running.tokens(session) == before
+        assert running.turn(session) == text_of(running.alone(before, 8))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/sessions", {"foo": 1}, 400, "unknown field 'foo'"),
+        ("/sessions", {"prompt": ["a", "b"]}, 400, "one prompt, not 2"),
+        ("/sessions", {"prompt": [256]}, 400, "token 256"),
+        ("/sessions", {"model": "other"}, 404, "not served here"),
+        ("/sessions", {"fork_from": "../secret"}, 400, "not the ID of a session"),
+        ("/sessions", {"fork_from": NONE}, 404, f"no session '{NONE}'"),
+        ("/sessions", [], 400, "must be a JSON object"),
+        ("/completions", {"session": 3}, 400, "3 is not the ID"),
+        ("/completions", {"session": ""}, 400, "'' is not the ID"),
+        ("/completions", {"session": NONE + "\n"}, 400, "is not the ID"),
+        ("/completions", {"session": NONE}, 404, f"no session '{NONE}'"),
+        ("/completions", {"session": NONE, "n": 2}, 400, "n=2"),
+        ("/completions", {"session": NONE, "prompt": ["a", "b"]}, 400, "one prompt and n=1, not 2"),
+    ],
+)
+def test_bad_bodies_are_refused(running, path, body, status, message):
+    answer = running.client.post(path, json=body)
+    assert answer.status_code == status
+    assert message in answer.json()["error"]["message"]
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("name", ["..", "%2e%2e%2fx", "x" * 500, NONE[:-1], NONE.upper(), "%00", "sess-" + "g" * 32])
+@pytest.mark.parametrize("method", ["GET", "DELETE"])
+def test_no_id_leads_out_of_the_folder(running, method, name):
+    answer = running.client.request(method, f"/sessions/{name}")
+    assert answer.status_code in (400, 404, 405)
+    assert "error" in answer.json()
+    assert running.client.request(method, f"/sessions/{NONE}").status_code == 404
+
+
+def test_sessions_beyond_the_limit_are_refused_and_none_is_dropped(tmp_path):
+    for folder in (None, tmp_path):
+        with Running(limit=30_000, folder=folder) as running:
+            made = []
+            while (answer := running.client.post("/sessions", json={"prompt": "a" * 20})).status_code == 200:
+                made.append(answer.json())
+            assert answer.status_code == 507
+            assert "delete some sessions" in answer.json()["error"]["message"]
+            assert 1 < len(made) < 8
+            assert sum(one["bytes"] for one in made) == running.store.nbytes <= 30_000
+            assert running.store._reserved == 0
+            first = made[0]["id"]
+            long = running.client.post("/completions", json={"session": first, "max_tokens": 4000})
+            assert long.status_code == 507
+            assert running.tokens(first) == list(b"a" * 20)
+            assert running.client.delete(f"/sessions/{first}").status_code == 200
+            assert running.client.post("/sessions", json={"prompt": "b"}).status_code == 200
+
+
+def test_the_client_of_openai_continues_a_session(running):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=running.url, api_key="none", max_retries=0)
+    session = client.post("/sessions", cast_to=object, body={"prompt": "The"})["id"]
+    options = {"model": "tiny", "max_tokens": 6, "temperature": 0, "extra_body": {"session": session}}
+    first = client.completions.create(prompt="", **options)
+    assert first.usage.prompt_tokens == 0
+    events = list(client.completions.create(prompt=" end", stream=True, **options))
+    one = running.alone(b"The", 6)
+    two = running.alone([*b"The", *one, *b" end"], 6)
+    assert first.choices[0].text == text_of(one)
+    assert "".join(event.choices[0].text for event in events) == text_of(two)
+    assert client.get(f"/sessions/{session}", cast_to=object)["tokens"] == [*b"The", *one, *b" end", *two]
+    with pytest.raises(openai.NotFoundError, match="no session"):
+        client.completions.create(model="tiny", prompt="a", extra_body={"session": NONE})
+    echoed = client.completions.create(prompt=" x", echo=True, **options)
+    assert echoed.choices[0].text.startswith(" x")
+
+
+def test_a_model_without_text_has_sessions_of_tokens():
+    with Running(decoder(vocab=17), codec=False) as running:
+        session = running.create(prompt=[1, 2, 3])
+        found = running.client.post("/completions", json={"session": session, "max_tokens": 4, "temperature": 0}).json()
+        assert found["choices"][0]["tokens"] == running.alone([1, 2, 3], 4)
+        assert running.show(session)["text"] is None
+        assert running.tokens(session) == [1, 2, 3, *running.alone([1, 2, 3], 4)]
+
+
+def test_the_capacity_bounds_a_session(tmp_path):
+    for capacity in (20, 40, 20):
+        with Running(decoder("softmax"), folder=tmp_path, pool={"capacity": capacity}) as running:
+            if not len(running.store):
+                running.create(prompt="capacity")
+            session = running.store.entries()[0].id
+            answer = running.client.post("/completions", json={"session": session, "max_tokens": 20})
+            assert (answer.status_code == 200) == (capacity == 40)
+            if capacity == 20:
+                assert "capacity has 20" in answer.json()["error"]["message"]
+    assert len(list(tmp_path.glob("sess-*"))) == 1
+
+
+@pytest.mark.parametrize("attention", ["gated_deltanet", "softmax"])
+def test_another_server_continues_saved_sessions(attention, tmp_path):
+    turns = [{"prompt": " a"}, {"stop": "e"}, {"temperature": 1.0, "seed": 5}, {"temperature": 0.7, "seed": 6}]
+    found = []
+    for restarts in (False, True):
+        running = Running(decoder(attention), folder=tmp_path / str(restarts), pool={"capacity": 64})
+        session, texts = running.create(prompt="saved"), []
+        for options in turns:
+            if restarts:
+                running.__exit__()
+                running = Running(decoder(attention), folder=tmp_path / str(restarts), pool={"capacity": 64})
+            texts.append(running.turn(session, **options))
+        found.append((texts, running.tokens(session)))
+        running.__exit__()
+    assert found[0] == found[1]
+
+
+def test_a_session_of_another_model_names_both(tmp_path):
+    with Running(folder=tmp_path) as running:
+        session, own = running.create(prompt="mine"), running.store.digest
+    other = decoder(seed=1)
+    assert model_digest(decoder()) == own != model_digest(other)
+    assert own != model_digest(decoder("gla"))
+    with Running(other, folder=tmp_path) as running:
+        for answer in (
+            running.client.post("/completions", json={"session": session}),
+            running.client.post("/sessions", json={"fork_from": session}),
+            running.client.get(f"/sessions/{session}"),
+        ):
+            assert answer.status_code == 409
+            message = answer.json()["error"]["message"]
+            assert own in message
+            assert model_digest(other) in message
+        assert running.client.get("/sessions").json()["data"] == []
+    with Running(folder=tmp_path) as running:
+        assert running.tokens(session) == list(b"mine")
+
+
+def store(folder, model=None):
+    return Sessions(Pool(decoder() if model is None else model, slots=1), folder)
+
+
+def test_a_damaged_file_is_refused_and_can_be_deleted(tmp_path):
+    with contextlib.closing(store(tmp_path)) as found:
+        whole, cut_off = (found.create(Session((1, 2), 2)).id for _ in range(2))
+    content = bytearray((tmp_path / f"{whole}.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / f"{whole}.safetensors").write_bytes(content)
+    (tmp_path / f"{cut_off}.safetensors").write_bytes(content[:100])
+    (tmp_path / f"{NONE}.safetensors").write_bytes(b"")
+    with contextlib.closing(store(tmp_path)) as found:
+        for name in (whole, cut_off, NONE):
+            with pytest.raises(SessionError, match=rf"{name}' cannot be read: .*{name}"):
+                found.read(name)
+            found.remove(name)
+        assert len(found) == 0
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_half_written_files_are_removed(tmp_path):
+    with contextlib.closing(store(tmp_path)) as found:
+        name = found.create(Session((1, 2), 2)).id
+    for base in (name, NONE):
+        (tmp_path / f".{base}.safetensors.{'0' * 16}.tmp").write_bytes(b"half")
+    (tmp_path / "notes.txt").write_text("mine")
+    with contextlib.closing(store(tmp_path)) as found:
+        assert [entry.id for entry in found.entries()] == [name]
+        assert found.read(name) == Session((1, 2), 2)
+        assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "notes.txt", f"{name}.safetensors"]
+
+
+def test_a_folder_has_one_server(tmp_path):
+    with contextlib.closing(store(tmp_path)), pytest.raises(ValueError, match="another process is writing"):
+        store(tmp_path)
+    store(tmp_path).close()
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot keep sessions in"):
+        store(tmp_path / "file")
+
+
+def test_pending_tokens_of_a_session():
+    state = decoder().init_state(1)
+    one = continued(Session(), (1, 2), None)
+    assert (one.tokens, one.pending, one.unread) == ((1, 2), 2, (1, 2))
+    two = continued(one, (3,), state)
+    assert (two.tokens, two.pending, two.unread, two.state) == ((1, 2, 3), 1, (3,), state)
+    three = continued(two, (4, 5), None)
+    assert (three.tokens, three.pending, three.unread, three.state) == ((1, 2, 3, 4, 5), 3, (3, 4, 5), state)
+
+
+class Process:
+    """``longspan serve`` as a process."""
+
+    def __init__(self, checkpoint, folder):
+        command = [sys.executable, "-m", "longspan", "serve", str(checkpoint), "--port", "0", "--sessions", str(folder)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [*command, "--slots", "4"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        )
+        line = self.process.stdout.readline()
+        assert " at " in line, self.process.stderr.read()
+        self.client = httpx.Client(timeout=60, base_url=line.split(" at ")[1].split(",")[0])
+
+    def turn(self, session, **options):
+        body = {"session": session, "max_tokens": 12, "temperature": 0} | options
+        answer = self.client.post("/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"][0]["text"]
+
+    def kill(self):
+        self.client.close()
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+        self.process.communicate()
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    longspan.save(decoder().float(), tmp_path / "model", extra={"run": {"data": "text", "length": 0}})
+    return tmp_path / "model"
+
+
+@pytest.mark.full
+def test_a_killed_server_continues_as_one_that_was_not(checkpoint, tmp_path):
+    turns = [{"prompt": " a"}, {"temperature": 1.0, "seed": 5}, {"stop": "e"}, {"temperature": 0.7, "seed": 6}]
+    whole, killed = Process(checkpoint, tmp_path / "a"), Process(checkpoint, tmp_path / "b")
+    try:
+        first, second = (
+            one.client.post("/sessions", json={"prompt": "killed"}).json()["id"] for one in (whole, killed)
+        )
+        for i, options in enumerate(turns):
+            expected = whole.turn(first, **options)
+            assert killed.turn(second, **options) == expected
+            if i % 2:
+                continue
+            body = {"session": second, "max_tokens": 4000, "stream": True}
+            with contextlib.suppress(httpx.HTTPError), killed.client.stream("POST", "/completions", json=body) as it:
+                next(it.iter_lines())
+                killed.kill()
+            killed = Process(checkpoint, tmp_path / "b")
+        tokens = [
+            one.client.get(f"/sessions/{name}").json()["tokens"] for one, name in ((whole, first), (killed, second))
+        ]
+        assert tokens[0] == tokens[1]
+    finally:
+        whole.kill()
+        killed.kill()
+
+
+@pytest.mark.full
+def test_a_kill_while_sessions_are_written_leaves_whole_ones(checkpoint, tmp_path):
+    generator = random.Random(0)
+    model = longspan.load(checkpoint)
+    for _ in range(4):
+        server = Process(checkpoint, tmp_path / "sessions")
+        names = [server.client.post("/sessions", json={"prompt": "abc"}).json()["id"] for _ in range(3)]
+
+        def work(name, server=server):
+            url = str(server.client.base_url)
+            with contextlib.suppress(httpx.HTTPError), httpx.Client(timeout=60, base_url=url) as client:
+                while True:
+                    client.post("/completions", json={"session": name, "max_tokens": 1, "temperature": 0})
+
+        threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in names]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5 + generator.random())
+        server.kill()
+        for thread in threads:
+            thread.join()
+        with contextlib.closing(store(tmp_path / "sessions", model)) as found:
+            lengths = [len(found.read(entry.id).tokens) for entry in found.entries()]
+            assert len(lengths) == len(found)
+            assert max(lengths) > 4
+            for entry in found.entries():
+                session = found.read(entry.id)
+                assert int(session.state.position) == len(session.tokens)
+        assert not list((tmp_path / "sessions").glob("*.tmp"))
