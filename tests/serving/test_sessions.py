@@ -211,6 +211,30 @@ def test_a_stop_at_the_first_token_leaves_the_prompt(kept):
     assert kept.tokens(empty) == []
 
 
+def test_a_stop_string_that_ends_with_the_last_token_cuts_the_session_too(kept):
+    whole = kept.alone(b"last", 12)
+    for n in range(1, 12):
+        text = text_of(whole[:n])
+        session = kept.create(prompt="last")
+        assert kept.turn(session, "", n, stop=text[-1]) == text[: text.index(text[-1])]
+        check_cut(kept, session, b"last", text[: text.index(text[-1])])
+
+
+def test_an_unfinished_character_may_be_the_stop_string(kept):
+    # Its replacement character is known after the last token, when the state has read too far.
+    prompt = next(bytes([i]) for i in range(128) if 0xC2 <= kept.alone([i], 1)[0] <= 0xF4)
+    session = kept.create(prompt=prompt.decode())
+    assert kept.turn(session, "", 1, stop="\ufffd") == ""
+    check_cut(kept, session, prompt, "")
+
+
+def check_cut(kept, session, prompt, text):
+    found = kept.store.read(session)
+    assert text_of(found.tokens) == prompt.decode() + text
+    assert int(found.state.position) == 1 + len(found.tokens) - found.pending
+    assert kept.turn(session, "", 3) == text_of(kept.alone(found.tokens, 3))
+
+
 def test_a_cut_text_has_its_tokens_for_all_bytes():
     generator = random.Random(0)
     parts = [bytes([i]) for i in range(256)] + ["河".encode(), "😀".encode(), b"\xf0\x9f\x98", b"\xe0\x80", b"abc"]
@@ -382,7 +406,9 @@ def test_sessions_beyond_the_limit_are_refused_and_none_is_dropped(tmp_path):
     for folder in (None, tmp_path):
         with Running(limit=30_000, folder=folder) as running:
             made = []
-            while (answer := running.client.post("/sessions", json={"prompt": "a" * 20})).status_code == 200:
+            for _ in range(10):
+                if (answer := running.client.post("/sessions", json={"prompt": "a" * 20})).status_code != 200:
+                    break
                 made.append(answer.json())
             assert answer.status_code == 507
             assert "delete some sessions" in answer.json()["error"]["message"]

@@ -15,8 +15,8 @@ def parser() -> Parser:
         "Serve a trained model over HTTP with the interface of OpenAI's completions: /v1/completions with streaming, "
         "/v1/models, /v1/sessions, /healthz, /readyz and /metrics, and a page for trying the model at /. Each stream "
         "has its state in a slot of a pool, and one decode step advances all streams. MODEL may also be a folder of a "
-        "recurrent model of transformers or flash-linear-attention with its tokenizer.json. After SIGTERM, running streams "
-        "finish; a second signal stops immediately.",
+        "recurrent model of transformers or flash-linear-attention with its tokenizer.json. After SIGTERM, running "
+        "streams finish; a second signal stops immediately.",
         "longspan serve text",
         "longspan serve runs/book --port 8080 --slots 256 --prefix-mb 512",
     )

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -356,7 +356,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def _opened(path: Path) -> Generator[Any]:
     """Open a state file; errors name it."""
     try:
         # safe_open maps the file by its name, and would block on a FIFO.
