@@ -25,6 +25,8 @@ from .pool import Pool
 
 ID = re.compile(r"sess-[0-9a-f]{32}")
 END = ".safetensors"
+# Entries of a config that no output depends on: where the model was loaded from, and what its weights tell.
+UNCOMPUTED = ("_name_or_path", "architectures", "dtype", "transformers_version")
 OVERHEAD = 4096  # bytes that are counted for each session in addition, for its file and its entry
 
 
@@ -362,10 +364,7 @@ def _described(model: Any) -> tuple[dict[str, Any], Any]:
     """A model's config, and the module with its weights."""
     if isinstance(model, FlaModel | TransformersModel):
         config = model.model.config.to_dict()
-        # Where the model was loaded from, and by which version, changes no state.
-        return {
-            name: config[name] for name in config if name not in ("_name_or_path", "transformers_version")
-        }, model.model
+        return {name: value for name, value in config.items() if name not in UNCOMPUTED}, model.model
     if isinstance(model, Decoder):
         return dataclasses.asdict(model.config), model
     raise ValueError(
