@@ -6,7 +6,8 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -87,6 +88,9 @@ class _Choice:
     error: Wrong | None = None
 
 
+_Piece = tuple[_Choice, dict[str, Any]]
+
+
 class Server:
     """The application: ``Server(pool, ...).app`` is an ASGI application.
 
@@ -119,6 +123,8 @@ class Server:
         self.sessions = Sessions(pool) if sessions is None else sessions
         self.metrics = Metrics(self.worker, self.sessions)
         self.created = int(time.time())
+        self.outbox: deque[tuple[dict[int, asyncio.Queue], Stream, int | None, int]] = deque()
+        self.woken = False  # whether the event loop will look into the outbox
         self.closing = False
         self.turns = SessionRoutes(
             self.sessions, self.worker, model=name, codec=codec, body=self._body, accept=self._accept
@@ -277,8 +283,11 @@ class Server:
                 queues: dict[int, asyncio.Queue] = {}
 
                 def listener(stream: Stream, token: int | None, queues: dict[int, asyncio.Queue] = queues) -> None:
-                    with contextlib.suppress(RuntimeError):  # the loop has ended
-                        loop.call_soon_threadsafe(self._put, queues, stream, token, most)
+                    self.outbox.append((queues, stream, token, most))
+                    if not self.woken:
+                        self.woken = True
+                        with contextlib.suppress(RuntimeError):  # the loop has ended
+                            loop.call_soon_threadsafe(self._deliver)
 
                 start: dict[str, Any] = {"prompt": prompt} if turn is None else turn.options()
                 streams = self.pool.submit(
@@ -308,9 +317,10 @@ class Server:
 
     async def _next(self, asked: Completion, choice: _Choice) -> dict[str, Any] | None:
         """Wait for the next piece of a choice; None after its end."""
-        if choice.finish is not None:
-            return None
-        token = await choice.queue.get()
+        return None if choice.finish is not None else await self._taken(asked, choice, await choice.queue.get())
+
+    async def _taken(self, asked: Completion, choice: _Choice, token: int | None) -> dict[str, Any]:
+        """Return the piece of a choice that a token, or its end, makes."""
         place = choice.seen
         if token is None:
             reason = choice.stream.finished
@@ -379,36 +389,68 @@ class Server:
         self, asked: Completion, choices: list[_Choice], about: dict[str, Any], began: float
     ) -> AsyncIterator[bytes]:
         """The events of a stream, in the order in which tokens are drawn."""
-        waiting = {asyncio.create_task(self._next(asked, choice)): choice for choice in choices}
         first = True
+
+        def written(choice: _Choice, piece: dict[str, Any]) -> bytes:
+            nonlocal first
+            if first:
+                self.metrics.first.observe(time.monotonic() - began)
+                first = False
+            if choice.error is not None:
+                return _event({"error": _error(choice.error)})
+            if piece["text"] or piece.get("tokens") or piece["finish_reason"] or asked.logprobs is not None:
+                return _event({**about, "choices": [piece]})
+            return b""
+
         try:
             if asked.echo:
                 for choice in choices:
                     yield _event({**about, "choices": [self._echo(asked, choice)]})
-            while waiting:
-                done, _ = await asyncio.wait(waiting, timeout=PING, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
-                    yield b": ping\n\n"
-                for task in sorted(done, key=lambda task: waiting[task].index):
-                    choice = waiting.pop(task)
-                    if (piece := task.result()) is None:
-                        continue
-                    if first:
-                        self.metrics.first.observe(time.monotonic() - began)
-                        first = False
-                    if choice.error is not None:
-                        yield _event({"error": _error(choice.error)})
-                    elif piece["text"] or piece.get("tokens") or piece["finish_reason"] or asked.logprobs is not None:
-                        yield _event({**about, "choices": [piece]})
-                    if choice.finish is None:
-                        waiting[asyncio.create_task(self._next(asked, choice))] = choice
+            pieces = self._pieces_of_one(asked, choices[0]) if len(choices) == 1 else self._pieces(asked, choices)
+            async with contextlib.aclosing(pieces):
+                async for some in pieces:
+                    if not some:
+                        yield b": ping\n\n"
+                    elif text := b"".join(written(choice, piece) for choice, piece in some):
+                        yield text
             if asked.usage:
                 yield _event({**about, "choices": [], "usage": self._usage(asked, choices)})
             yield b"data: [DONE]\n\n"
         finally:
+            self._drop(choices)
+
+    async def _pieces_of_one(self, asked: Completion, choice: _Choice) -> AsyncGenerator[list[_Piece], None]:
+        """The pieces of one choice, those that have arrived together; nothing after ``PING`` seconds without any."""
+        while choice.finish is None:
+            try:
+                async with asyncio.timeout(PING):
+                    token = await choice.queue.get()
+            except TimeoutError:
+                yield []
+                continue
+            some = [(choice, await self._taken(asked, choice, token))]
+            while choice.finish is None and not choice.queue.empty():
+                some.append((choice, await self._taken(asked, choice, choice.queue.get_nowait())))
+            yield some
+
+    async def _pieces(self, asked: Completion, choices: list[_Choice]) -> AsyncGenerator[list[_Piece], None]:
+        """The pieces of several choices, as they arrive."""
+        waiting = {asyncio.create_task(self._next(asked, choice)): choice for choice in choices}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, timeout=PING, return_when=asyncio.FIRST_COMPLETED)
+                some: list[_Piece] = []
+                for task in sorted(done, key=lambda task: waiting[task].index):
+                    choice = waiting.pop(task)
+                    if (piece := task.result()) is not None:
+                        some.append((choice, piece))
+                    if choice.finish is None:
+                        waiting[asyncio.create_task(self._next(asked, choice))] = choice
+                if some or not done:
+                    yield some
+        finally:
             for task in waiting:
                 task.cancel()
-            self._drop(choices)
 
     def _echo(self, asked: Completion, choice: _Choice) -> dict[str, Any]:
         """The piece of a choice that is its prompt; the tokens of its session before it are not part of it."""
@@ -429,6 +471,12 @@ class Server:
             "total_tokens": read + drawn,
             "prompt_tokens_details": {"cached_tokens": cached},
         }
+
+    def _deliver(self) -> None:
+        """Pass on all tokens that the model's thread has drawn since the last call: waking the loop takes long."""
+        self.woken = False
+        while self.outbox:
+            self._put(*self.outbox.popleft())
 
     def _put(self, queues: dict[int, asyncio.Queue], stream: Stream, token: int | None, most: int) -> None:
         """Pass a token on. A stream whose client does not keep up is cancelled; it ends after what is queued."""
@@ -486,7 +534,8 @@ class Guard:
             return
 
         async def patient(message: Any) -> None:
-            await asyncio.wait_for(send(message), self.server.limits.slow)
+            async with asyncio.timeout(self.server.limits.slow):
+                await send(message)
 
         with contextlib.suppress(TimeoutError, ClientDisconnect):
             await self.app(scope, receive, patient)
