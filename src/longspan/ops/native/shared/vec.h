@@ -4,6 +4,9 @@
 #include <cstring>
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__F16C__))
 #include <immintrin.h>
+#elif defined(__SSE2__) && !defined(__AVX2__)
+#include <emmintrin.h>
+#define LONGSPAN_SSE2
 #endif
 #include "isa.h"
 
@@ -54,6 +57,8 @@ inline vec load(const bfloat16* p) {
 #elif defined(__AVX2__) && defined(__F16C__)
     const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return (vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+#elif defined(LONGSPAN_SSE2)
+    return (vec)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 #else
     const halves raw = *reinterpret_cast<const unaligned_halves*>(p);
     const words wide = __builtin_convertvector(raw, words) << 16;
@@ -62,6 +67,13 @@ inline vec load(const bfloat16* p) {
 }
 inline void store(bfloat16* p, vec x) {
     const words word = (words)x;
+#if defined(LONGSPAN_SSE2)
+    // Signed, so that this instruction set can pack them; none exceeds 16 bits, so that nothing saturates.
+    ivec rounded = (ivec)(word + 0x7fff + ((word >> 16) & 1)) >> 16;
+    const ivec number = x == x;
+    rounded = (rounded & number) | (~number & 0x7fc0);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packs_epi32((__m128i)rounded, (__m128i)rounded));
+#else
     words rounded = (word + 0x7fff + ((word >> 16) & 1)) >> 16;
     const auto number = x == x;
     rounded = number ? rounded : words{} + 0x7fc0;
@@ -73,6 +85,7 @@ inline void store(bfloat16* p, vec x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), packed);
 #else
     *reinterpret_cast<unaligned_halves*>(p) = __builtin_convertvector(rounded, halves);
+#endif
 #endif
 }
 
