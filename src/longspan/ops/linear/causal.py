@@ -18,10 +18,12 @@ from ..operands import double_backward
 from ..segments import cut
 from .composed import composed, quadratic
 from .features import divisors
-from .workspace import BUDGET, Rows, groups, outputs
+from .workspace import Rows, groups, outputs
 
 CHUNK = 64  # tokens whose products form one small matrix
 SPAN = 1024  # tokens of a span, at most
+# Bytes for the buffers of a span. Each is written and read several times, so a few should fit in the cache of a core.
+BUDGET = 21 * 2**18
 # Chunks of a span on a GPU for packed sequences, whose states are summed by a matrix of (G+1)^2 numbers.
 PACKED = 128
 # Tokens of a span on a GPU, of all rows and heads together: about a sixth of all, so that its buffers, nine times as
@@ -185,7 +187,7 @@ def _forward_span(rows: Rows, span: tuple[int, int, int], end: Tensor, eps: floa
     sums, keys = rows.running(sums, "s"), rows.running(keys, "z")
     read = rows.read(fq)
     rows.add_product(above, read, sums[: -rows.heads])
-    below.add_(torch.mul(read, keys[: -rows.heads], out=rows.tokens("spare", d)).sum(-1, keepdim=True))
+    rows.add_dots(below, read, keys[: -rows.heads])
     low = torch.add(rows.wide(below), eps, out=rows.at("below"))
     if eps == 0:
         low.copy_(divisors(low))

@@ -1,6 +1,7 @@
 """The tokens of one span at a time, in buffers that all spans share."""
 
 import math
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,8 @@ from .features import SLOPES, WRITERS
 # Bytes for the buffers of a span, about the share of a core in the last-level cache. Many or wide heads reduce the
 # tokens or rows of a span.
 BUDGET = 12 * 2**20
+# Numbers of the states of a chunk, per thread, from which one sum per chunk is faster than a product for all chunks.
+SUM = 2**13
 
 
 def groups(batch: int, rows: int) -> list[slice]:
@@ -175,6 +178,13 @@ class Rows:
         first = x.to(narrow)
         return [first, (x - first).to(narrow)]
 
+    def add_dots(self, to: Tensor, x: Tensor, rows: Tensor) -> Tensor:
+        """Add to (R,C,1) the dot products of x (R,C,D) and one row per matrix (R,1,D), in place."""
+        if self.gpu:
+            # A product there may be less precise than float32.
+            return to.add_(torch.mul(x, rows, out=self.tokens("spare", x.shape[-1])).sum(-1, keepdim=True))
+        return to.baddbmm_(x, rows.mT)
+
     def states(self, name: str, *shape: int) -> Tensor:
         """Return a buffer ((G+1) B H, ...) for the states before each chunk and after the last."""
         return self.buffers(name, (self.chunks + 1) * self.heads, *shape)
@@ -218,14 +228,20 @@ class Rows:
             else:
                 flat.cumsum_(0)
             return parts
+        flat = parts.view(self.chunks + 1, -1)
+        if self.borders is None and flat.shape[1] >= SUM * torch.get_num_threads():
+            states = flat.unbind()
+            for before, after in pairwise(reversed(states) if reverse else states):
+                after.add_(before)
+            return parts
         sums = self.states(f"running {name}", *parts.shape[1:])
-        flat, out = (x.view(self.chunks + 1, -1) for x in (parts, sums))
+        out = sums.view(self.chunks + 1, -1)
         if self.borders is not None:
             chain = self.borders.chain.mT if reverse else self.borders.chain
             rows = (self.chunks + 1, len(chain), -1)
             out.view(rows).copy_((chain @ flat.view(rows).transpose(0, 1)).transpose(0, 1))
         else:
-            # A product with a triangle of ones is much faster than cumsum here, and than one sum per chunk.
+            # A product with a triangle of ones is much faster than cumsum here, and than one small sum per chunk.
             ones = torch.ones(len(flat), len(flat), dtype=flat.dtype, device=flat.device).tril_()
             torch.mm(ones.mT if reverse else ones, flat, out=out)
         return sums
