@@ -18,9 +18,12 @@ from ..operands import double_backward
 from ..segments import cut
 from .composed import composed, quadratic
 from .features import divisors
-from .workspace import Rows, groups, outputs
+from .workspace import Rows, groups, narrow_products, outputs
 
-CHUNK = 64  # tokens whose products form one small matrix
+# Tokens whose products form one small matrix: in half as many, half as much is computed in vain, and twice as many
+# states are read and written. That is faster where MKL multiplies without AVX-512.
+CHUNK = 32 if narrow_products() else 64
+WIDE = 64  # the same on a GPU
 SPAN = 1024  # tokens of a span, at most
 # Bytes for the buffers of a span. Each is written and read several times, so a few should fit in the cache of a core.
 BUDGET = 21 * 2**18
@@ -42,7 +45,7 @@ def attend(
     mask: Tensor | None = None,
     segments: Tensor | None = None,
     state: Tensor | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Causal, normalized linear attention: o_t = S_t^T phi(q_t) / (z_t . phi(q_t) + eps).
 
@@ -61,7 +64,7 @@ def attend(
         mask: (B,N) bool, True = a real token. Keys and values of masked tokens are ignored, even if not finite.
         segments: (B,N) int64, packed sequences, as in ``recurrence.scan``.
         state: (B,H,D,E+1), whose last column is z, or None for zeros.
-        chunk: Tokens of a chunk.
+        chunk: Tokens of a chunk; None chooses by the device and processor.
 
     Returns:
         o (B,H,N,E) in v's dtype and the state (B,H,D,E+1) in float32 or float64.
@@ -70,6 +73,7 @@ def attend(
         Katharopoulos et al. 2020 (2006.16236), eqs 8-15.
     """
     n, d, e = *q.shape[2:], v.shape[-1]
+    chunk = chunk or (WIDE if _on_gpu(q) else CHUNK)
     small = not _on_gpu(q) or q.shape[0] * q.shape[1] * n <= LEAST
     if small and n * (d + e) <= 2 * (chunk * (d + e) + d * e):
         return quadratic(q, k, v, state, feature_map, eps, mask, segments)

@@ -1,7 +1,8 @@
 """The tokens of one span at a time, in buffers that all spans share."""
 
+import contextlib
 import math
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,17 @@ from .features import SLOPES, WRITERS
 BUDGET = 12 * 2**20
 # Numbers of the states of a chunk, per thread, from which one sum per chunk is faster than a product for all chunks.
 SUM = 2**13
+
+
+def narrow_products() -> bool:
+    """Return whether torch multiplies by MKL without AVX-512, which MKL uses on processors of Intel only."""
+    if not torch.backends.mkl.is_available():
+        return False
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
+        # The lines of one processor; others are alike.
+        lines = dict(map(str.strip, line.partition(":")[::2]) for line in takewhile(str.strip, file))
+        return lines.get("vendor_id") != "GenuineIntel" or "avx512f" not in lines.get("flags", "").split()
+    return False
 
 
 def groups(batch: int, rows: int) -> list[slice]:
