@@ -117,7 +117,7 @@ class Rows:
 
     def features(self, name: str) -> Tensor:
         """Return phi of the span's q or k, (R,C,D); 0 for masked keys."""
-        x, features = self.at(name), self.tokens(f"span {name}", self.sizes[name])
+        x, features = self.near(name), self.tokens(f"span {name}", self.sizes[name])
         out, spare = self.wide(features), self.wide(self.tokens("spare", self.sizes[name]))
         # Half precision is converted before the map.
         WRITERS[self.feature_map](x if x.dtype == out.dtype else out.copy_(x), out, spare)
@@ -127,7 +127,7 @@ class Rows:
     def values(self) -> Tensor:
         """Return the span's v, (R,C,E), in the narrow dtype if there is one; 0 for masked keys."""
         values = (self.narrowed or self.buffers)("span v", self.chunks * self.heads, self.width, self.sizes["v"])
-        self.wide(values).copy_(self.at("v"))
+        self.wide(values).copy_(self.near("v"))
         return self._hide(values)
 
     def _hide(self, x: Tensor) -> Tensor:
@@ -139,6 +139,18 @@ class Rows:
         """Return the span's part of a tensor as a view (G,B,H,C,.)."""
         return self.views[name, self.width].narrow(0, self.chunk, self.chunks)
 
+    def near(self, name: str) -> Tensor:
+        """Return ``at``, copied if the heads of a token are adjacent, until the next call.
+
+        Head by head, a processor waits for memory; a copy in the order of the memory does not, and stays in the cache.
+        """
+        x = self.at(name)
+        if self.gpu or x.dtype != self.buffers.like.dtype or not 0 < x.stride(2) < x.stride(3):
+            return x
+        order = sorted(range(x.dim()), key=x.stride, reverse=True)
+        copy = self.buffers("near", *(x.shape[i] for i in order))
+        return copy.permute(sorted(range(x.dim()), key=order.__getitem__)).copy_(x)
+
     def output_gradients(self) -> tuple[Tensor, Tensor]:
         """Return G (R,C,E) and w (R,C,1), the gradients of numerator and denominator.
 
@@ -146,8 +158,8 @@ class Rows:
         """
         size = self.sizes["o"]
         above, products = self.tokens("grad", size), self.tokens("dv", size)
-        torch.div(self.at("grad"), self.at("below"), out=self.wide(above))
-        torch.mul(self.wide(above), self.at("o"), out=self.wide(products))
+        torch.div(self.near("grad"), self.at("below"), out=self.wide(above))
+        torch.mul(self.wide(above), self.near("o"), out=self.wide(products))
         return above, torch.sum(products, -1, keepdim=True, out=self.tokens("below", 1)).neg_()
 
     def store(self, name: str, change: Tensor, features: Tensor) -> None:
