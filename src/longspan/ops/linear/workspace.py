@@ -25,8 +25,8 @@ def narrow_products() -> bool:
         return False
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         # The lines of one processor; others are alike.
-        lines = dict(map(str.strip, line.partition(":")[::2]) for line in takewhile(str.strip, file))
-        return lines.get("vendor_id") != "GenuineIntel" or "avx512f" not in lines.get("flags", "").split()
+        text = "".join(takewhile(str.strip, file))
+        return "GenuineIntel" not in text or "avx512f" not in text
     return False
 
 
