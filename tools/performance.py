@@ -49,6 +49,8 @@ KINDS = {
     "convolution": "convolution",
     "transformers": "hybrids",
     "pattern": "pattern",
+    "rwkv7": "rwkv7",
+    "serve": "serve",
 }
 # Name of a result -> the arguments of `longspan bench` that reproduce it.
 COMMANDS = {
@@ -66,7 +68,9 @@ COMMANDS = {
     "transformers": "transformers kimi mamba2 --dtypes float32 --rounds 2",
     "transformers_bfloat16": "transformers kimi mamba2 --dtypes bfloat16",
     "transformers_qwen_granite": "transformers qwen3.5 granite",
-    "transformers_recurrent": "transformers mamba rwkv4 recurrentgemma xlstm --dtypes float32 --rounds 2",
+    "transformers_recurrent": "transformers mamba mamba_layer rwkv4 recurrentgemma xlstm --dtypes float32 --rounds 2",
+    "rwkv7": "rwkv7 --rounds 2",
+    "serve": "serve --rounds 3",
     "step": "step --peers",
     "generate": "generate --peers",
     "positions": "generate linear@engine softmax@engine linear@engine@bf16 ft --positions 784,3072,16384 --batches 1 "
