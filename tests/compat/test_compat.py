@@ -175,13 +175,15 @@ def test_replace_takes_the_place_of_the_real_one_until_uninstall(real):
         importlib.import_module("fast_transformers.builders")
 
 
-# What a command does with other libraries' models.
+# What a command or a pool does with other libraries' models.
 USERS = {
     Path("bench/hybrids.py"),
     Path("bench/rwkv7.py"),
     Path("experiments/demo.py"),
     Path("cli/doctor.py"),
     Path("cli/export.py"),
+    Path("serving/adapters.py"),
+    Path("serving/hub.py"),
 }
 
 

@@ -127,11 +127,11 @@ def test_a_training_reports_its_curve_and_the_bits_of_its_best_checkpoint(traini
 def test_an_interrupted_training_goes_on_to_the_same_figures(trainings, tmp_path, monkeypatch):
     place, evaluate, calls = Place(tmp_path / "images-work", unwatched), objectives.total, []
 
-    def interrupting(*arguments):
+    def interrupting(*arguments, **options):
         calls.append(1)
         if len(calls) == 1:
             os.kill(os.getpid(), signal.SIGINT)
-        return evaluate(*arguments)
+        return evaluate(*arguments, **options)
 
     monkeypatch.setattr(objectives, "total", interrupting)
     with pytest.raises(KeyboardInterrupt):

@@ -196,13 +196,10 @@ def _resident(pid: int) -> float:
         return float("nan")
 
 
-def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]:
-    """Measure; yield the growing result for ``report.collect``. Raises ValueError for a model that is not a decoder."""
-    from ..cli import trained
-
+def run(model: Any, options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]:
+    """Measure a decoder; yield the growing result for ``report.collect``."""
     if options.http:
         need("the benchmark of the server", "starlette", "uvicorn", "prometheus_client")
-    model, _, _ = trained.model(options.model, "", "decoder")
     reuse_pages()  # as serve does
     rows: list[dict[str, Any]] = []
     left_out: list[dict[str, str]] = []

@@ -225,6 +225,7 @@ def _serve_options(parser: Parser) -> None:
 def _serve(args) -> tuple[Generator, Callable]:
     from ..._utils.progress import track
     from ...bench import serve
+    from .. import trained
 
     options = serve.Options(
         model=args.model,
@@ -234,7 +235,8 @@ def _serve(args) -> tuple[Generator, Callable]:
         rounds=args.rounds,
         http=not args.no_http,
     )
-    return serve.run(options, track), serve.text
+    model, _, _ = trained.model(args.model, "", "decoder")
+    return serve.run(model, options, track), serve.text
 
 
 def _convolution_options(parser: Parser) -> None:
