@@ -1,4 +1,4 @@
-"""RWKV-7 as a whole: longspan's kernels beside the package ``rwkv`` of the model's author."""
+"""Whole models of RWKV-7: longspan's kernels compared with ``rwkv``, the package of the model's author."""
 
 import contextlib
 import io
