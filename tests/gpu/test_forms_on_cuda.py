@@ -128,9 +128,9 @@ def test_linear_attention_takes_at_most_four_times_the_memory_of_its_inputs(shap
         q, k, v = (torch.empty(shape, dtype=dtype) for _ in range(3))
         segments = torch.empty(shape[0], shape[2], dtype=torch.long) if packed else None
         before = work.bytes()
-        causal._forward(q, k, v, None, None, segments, "elu", 1e-6, causal.CHUNK)
+        causal._forward(q, k, v, None, None, segments, "elu", 1e-6, causal.WIDE)
     assert work.peak <= 4 * before
-    parts, spans = causal._plan(q, v, segments, causal.CHUNK)
+    parts, spans = causal._plan(q, v, segments, causal.WIDE)
     assert work.launches <= 100 * len(parts) * len(spans)
     assert packed or len(parts) * len(spans) <= 9
 

@@ -149,6 +149,8 @@ def test_gradients_of_gradients(spec):
 
 
 @pytest.mark.full
+# torch.compile instantiates autograd functions, about which torch warns.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("spec", ["softmax", "linear"])
 def test_a_compiled_call(spec):
     module, x = made(spec)
