@@ -85,7 +85,7 @@ class Browser:
             self.events.append(found)
 
     def page(self, url, **options):
-        """Open a page in a context of its own, without memory of other pages."""
+        """Open a page in a new browser context, without cookies or storage of other pages."""
         return Page(self, url, **options)
 
     def _read(self):

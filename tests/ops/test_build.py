@@ -736,7 +736,7 @@ class TestInstructionSets:
         ("value", "reason"),
         [
             ("avx512", "'avx512' needs a processor with avx512f, avx512vl; pass native, avx2 or generic$"),
-            ("avx3", "'avx3': it is no instruction set of x86_64 processors; pass native, avx512, avx2 or generic$"),
+            ("avx3", "'avx3': x86_64 processors do not have it; pass native, avx512, avx2 or generic$"),
             ("amx_bf16", "'amx_bf16': no kernel has code for it; pass native, avx512, avx2 or generic$"),
         ],
         ids=["not on this processor", "unknown", "without code"],

@@ -436,7 +436,7 @@ def test_the_client_of_openai_continues_a_session(running):
     assert first.choices[0].text == text_of(one)
     assert "".join(event.choices[0].text for event in events) == text_of(two)
     assert client.get(f"/sessions/{session}", cast_to=object)["tokens"] == [*b"The", *one, *b" end", *two]
-    with pytest.raises(openai.NotFoundError, match="no session"):
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
         client.completions.create(model="tiny", prompt="a", extra_body={"session": NONE})
     echoed = client.completions.create(prompt=" x", echo=True, **options)
     assert echoed.choices[0].text.startswith(" x")

@@ -52,7 +52,7 @@ class TiedHead(nn.Module):
     """Output layer with the weights of the token embedding, without the start token, its last row.
 
     It is a module because tools that shard modules (FSDP2) gather the weights before a module's forward. It has no
-    parameters of its own, so state dicts contain the weights once.
+    parameters, so state dicts contain the weights once.
     """
 
     def __init__(self, tokens: nn.Embedding):

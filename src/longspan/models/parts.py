@@ -90,7 +90,7 @@ def save_async(
         model: As for :func:`save`.
         tensors: As for :func:`save`; they may change after the call.
         folder: As for :func:`save`.
-        training: As for :func:`save`; it is written at once.
+        training: As for :func:`save`; it is written before the call returns.
         extra: As for :func:`save`.
         group: All processes, on the CPU, in a group that nothing else uses.
         done: What the first process does in its thread after the checkpoint is complete.

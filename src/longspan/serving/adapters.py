@@ -435,7 +435,7 @@ class _Dynamic(_Mapping):
 
 
 class _MiniMax(_Dynamic):
-    """``MiniMaxCache``: a ``DynamicCache`` with a list of recurrent states beside it."""
+    """``MiniMaxCache``: a ``DynamicCache`` that also has a list of recurrent states."""
 
     def fresh(self) -> Any:
         return sys.modules[type(self.model).__module__].MiniMaxCache()

@@ -243,7 +243,7 @@ def session_id(value: Any, param: str | None = None) -> str:
 
 
 def _known(body: Any, names: Iterable[str], model: str) -> None:
-    """Raise Wrong for a body that is no object, has unknown fields or names another model."""
+    """Raise Wrong for a body that is not a JSON object, has unknown fields or names another model."""
     if not isinstance(body, dict):
         raise Wrong(f"the body must be a JSON object, not {type(body).__name__}")
     names = list(names)

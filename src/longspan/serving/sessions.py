@@ -166,7 +166,7 @@ class Sessions:
         """Prevent other changes of a session.
 
         Raises:
-            SessionError: If another one has the lock, or there is no such session.
+            SessionError: If another turn has the lock, or the session does not exist.
         """
         with self._guard:
             self._known(name)
@@ -272,7 +272,7 @@ class Sessions:
     def _known(self, name: str) -> Entry:
         with self._guard:
             if (found := self._entries.get(name)) is None:
-                raise SessionError(f"there is no session {name!r}; POST /v1/sessions makes one", "not_found")
+                raise SessionError(f"session {name!r} does not exist; POST /v1/sessions makes one", "not_found")
             return found
 
     def _path(self, name: str) -> Path:

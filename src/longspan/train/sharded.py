@@ -122,7 +122,7 @@ class ShardedStrategy(ModelParallelStrategy):
         if not self.run.async_checkpoints:
             parts.save(self.wanted, tensors, place, training=training, extra=extra)
             return
-        # The processes agree on the CPU, and beside the training's exchanges.
+        # A separate group on the CPU, so that the writing does not wait for the training's collectives.
         self._group = self._group or dist.new_group(backend="gloo")
         self._saving = parts.save_async(
             self.wanted,

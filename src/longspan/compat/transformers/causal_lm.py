@@ -297,7 +297,7 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
             kwargs: ``every_n_layers=1`` and ``offload=False``, which transformers passes.
 
         Raises:
-            ValueError: an option has another value, or there is no such option.
+            ValueError: an option has another value or is unknown.
         """
         for name, value in {**(gradient_checkpointing_kwargs or {}), **kwargs}.items():
             if name not in _CHECKPOINTING or value != _CHECKPOINTING[name]:

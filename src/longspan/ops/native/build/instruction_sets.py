@@ -89,7 +89,7 @@ def forced() -> InstructionSet | None:
     chosen = next((one for one in built() if one.name == name), None)
     if chosen is None:
         there = any(one.name == name for one in known())
-        why = "no kernel has code for it" if there else f"it is no instruction set of {platform.machine()} processors"
+        why = "no kernel has code for it" if there else f"{platform.machine()} processors do not have it"
         raise Unavailable(f"{VARIABLE}={name!r}: {why}; pass {_listed(built())}")
     if lacking := chosen.needs - features():
         flags = ", ".join(sorted(lacking))
