@@ -92,7 +92,8 @@ def drawn(running, prompt, **body):
 
 
 def shown(page, index=0):
-    """The text in a column, as it is on the screen."""
+    """The text in a column, as it is on the screen once the page is painted."""
+    page.until("!planned")
     return page.js(f"document.querySelectorAll('.text')[{index}].textContent")
 
 
@@ -266,6 +267,7 @@ def test_a_reload_keeps_the_texts_and_frees_the_slot(browser):
         gate.allow(6)
         page.until("items[0]?.text.length === 10")
         text = shown(page)
+        assert len(text) == 10
         page.reload()
         gate.open()
         until(lambda: running.pool.idle)
