@@ -70,12 +70,14 @@ struct Pass {
                 else
                     std::memcpy(next, s, sizeof(float) * matrix());
                 const Tokens at{row, begin, end - begin}, soon{row, end, to - end < C ? to - end : C};
+                stage(reading);
                 gather_keys(operands, gates, at, operand);
                 gather_values(operands, gates, at, operand);
                 chunk.enter(operand, row, begin, end - begin, false);
                 fetch(gates.of_keys(operands.k, row), soon, gates.keys);
                 chunk.solve(anew ? nullptr : s);
                 fetch(gates.of(operands.v, row), soon, gates.values);
+                stage(rest);
                 std::memcpy(work.errors + (begin - from) * vp(), chunk.e, sizeof(float) * chunk.n * vp());
                 std::memcpy(work.written + (begin - from) * vp(), chunk.x, sizeof(float) * chunk.n * vp());
                 chunk.advance(next);
@@ -85,12 +87,14 @@ struct Pass {
             for (long i = count - 1; i >= 0; --i) {
                 const long begin = cuts[i], n = cuts[i + 1] - begin, then = i ? cuts[i - 1] : begin;
                 const Tokens at{row, begin, n}, soon{row, then, begin - then};
+                stage(reading);
                 gather_queries(operands, gates, at, operand);
                 gather_keys(operands, gates, at, operand);
                 gather_values(operands, gates, at, operand);
                 fetch(gates.of_keys(operands.q, row), soon, gates.keys);
                 chunk.enter(operand, row, begin, n, true);
                 fetch(gates.of_keys(operands.k, row), soon, gates.keys);
+                stage(rest);
                 std::memcpy(chunk.e, work.errors + (begin - from) * vp(), sizeof(float) * n * vp());
                 std::memcpy(chunk.x, work.written + (begin - from) * vp(), sizeof(float) * n * vp());
                 back(chunk, work, operand, before[i], row, begin, adds);
@@ -105,19 +109,25 @@ struct Pass {
     void back(Chunk& chunk, Work& work, const Operand& operand, const float* start, long row, long begin, bool adds) const {
         const long batch = row / gates.heads, n = chunk.n, kp = this->kp(), vp = this->vp();
         const long keys = gates.keys;
+        stage(reading);
         read(gates.of(grad, row), begin, n, gates.values, work.dout, vp);
         for (long i = 0; gates.mask && i < n; ++i)
             if (gates.hidden(batch, begin + i)) std::memset(work.dout + i * vp, 0, sizeof(float) * vp);
         // Transposed states; rows beyond the last channel are never read.
+        stage(rest);
         for (long d = 0; d < keys; d += W) turn(work.after, d, work.turned_after);
         for (long d = 0; start && d < keys; d += W) turn(start, d, work.turned_start);
 
+        stage(from_state);
         gemm<false>(n, vp, keys, chunk.left, kp, 1, work.after, vp, work.dx, vp);
+        stage(within_chunk);
         upper_times(n, vp, chunk.a, C, work.dout, vp, work.dx, vp);
+        stage(scoring);
         transpose(chunk.x, vp, chunk.turned, C, whole_vectors(n), vp);
         lower_product(n, gates.values, work.dout, vp, chunk.turned, C, work.da, C);
         if (gates.delta) {
             solve_back(chunk, work);
+            stage(scoring);
             lower_product(n, gates.values, work.wn, vp, chunk.turned, C, work.db, C);
         }
         for (long i = 0; i < n; ++i) {
@@ -127,15 +137,19 @@ struct Pass {
             work.da[i * C + i] = 0.0f;
             if (gates.delta) finish_row(work.db + i * C, factors, i, n, i);
         }
+        stage(from_state);
         gemm<false>(n, kp, gates.values, chunk.x, vp, 1, work.turned_after, kp, work.out, kp);
         entering(chunk, work, work.dout, start, work.dq);
         if (gates.delta) entering(chunk, work, work.wn, start, work.plus);
+        stage(mapping);
         if (gates.decay != no_decay) ends(chunk, work, start);
+        stage(within_chunk);
         if (gates.decay == by_channel)
             sweep(chunk, work);
         else
             multiply(chunk, work);
 
+        stage(updating);
         // The state before the chunk.
         if (gates.decay != no_decay)
             for (long d = 0; d < keys; ++d)
@@ -167,6 +181,7 @@ struct Pass {
     // (I + B^T Diag(beta)) dr = dx, from the last row to the first; wn = -beta dr, and dx becomes dr.
     void solve_back(const Chunk& chunk, Work& work) const {
         const long n = chunk.n, vp = this->vp();
+        stage(solving);
         for (long first = (n - 1) / STRIP * STRIP; first >= 0; first -= STRIP) {
             const long end = first + STRIP < n ? first + STRIP : n;
             gemm<true>(end - first, vp, n - end, chunk.b + end * C + first, 1, C, work.wn + end * vp, vp,
@@ -254,6 +269,7 @@ struct Pass {
     void store_gradients(const Chunk& chunk, Work& work, const Operand& operand, long row, long begin, bool adds) const {
         const long batch = row / gates.heads, n = chunk.n, kp = this->kp(), vp = this->vp();
         const bool hides = gates.mask != nullptr;
+        stage(mapping);
         if (gates.decay != no_decay) {
             // Row i reads with the factor e^G_i, column j writes with e^-G_j, so dG = x dx for each use of x.
             const Rows<float> rows = gates.of(ddecay, row);
@@ -306,6 +322,7 @@ struct Pass {
                 std::memset(work.minus + i * kp, 0, sizeof(float) * kp);
                 std::memset(work.dx + i * vp, 0, sizeof(float) * vp);
             }
+        stage(writing);
         const Rows<K> queries = gates.of_keys(dq, row), keys = gates.of_keys(dk, row);
         if (adds) {
             add(queries, begin, n, work.dq);
@@ -331,15 +348,19 @@ int backward(const Pass<T, K>& pass, float* grad_state, int threads) {
     bool failed = false;
 #pragma omp parallel num_threads(threads) if (threads > 1 && units > 1)
     {
+        stage(rest);
         Memory memory(pass.scratch());
         if (!memory.ready()) failed = true;
 #pragma omp barrier
         if (!failed) {
 #pragma omp for schedule(dynamic)
             for (long unit = 0; unit < units; ++unit)
-                for (long i = 0; i < shared; ++i)
+                for (long i = 0; i < shared; ++i) {
                     pass.head(unit * shared + i, i > 0, grad_state, memory.scratch());
+                    stage(outside);
+                }
         }
+        stage(outside);
     }
     return failed;
 }

@@ -175,6 +175,7 @@ struct Chunk {
     void enter(Operand operand, long row, long begin, long count, bool reads) {
         n = count, q = operand.q, k = operand.k, v = operand.v;
         const long batch = row / gates.heads;
+        stage(mapping);
         if (gates.delta) {
             const Rows<const float> rates = gates.of(Tensor<const float>{gates.beta, gates.beta_strides}, row);
             for (long i = 0; i < n; ++i) beta[i] = rates.data[(begin + i) * rates.token];
@@ -196,10 +197,12 @@ struct Chunk {
             return;
         }
         float* seen = e;
+        stage(from_state);
         if (s)
             gemm<false>(n, vp, gates.keys, entering, kp, 1, s, vp, seen, vp);
         else
             std::memset(seen, 0, sizeof(float) * n * vp);
+        stage(solving);
         for (long first = 0; first < n; first += STRIP) {
             const long end = first + STRIP < n ? first + STRIP : n;
             gemm<true>(end - first, vp, first, b + first * C, C, 1, x, vp, seen + first * vp, vp);
@@ -218,6 +221,7 @@ struct Chunk {
 
     // The state after the chunk, given that before it.
     void advance(float* s) const {
+        stage(updating);
         if (gates.decay != no_decay)
             for (long d = 0; d < gates.keys; ++d) scale_row(s + d * vp, s + d * vp, whole[d], vp);
         gemm<true>(gates.keys, vp, n, left, 1, kp, x, vp, s, vp);
@@ -226,6 +230,7 @@ struct Chunk {
    private:
     // A and B from matrix products, times factors (C, C) if there are any.
     void multiply(const float* factors, bool reads) {
+        stage(scoring);
         if (gates.decay == no_decay) read = q, entering = left = k;
         transpose(k, kp, turned, C, whole_vectors(n), kp);
         if (reads) lower_product(n, gates.keys, q, kp, turned, C, a, C);
@@ -254,6 +259,7 @@ struct Chunk {
         }
         for (long i = 0; i < n; i += W) store(start + i, fading(load(start + i)));
         multiply(weight, reads);
+        stage(mapping);
         const float* leaving = weight + (n - 1) * C;
         for (long i = 0; i < n; ++i) {
             if (reads) scale_row(read + i * kp, q + i * kp, start[i], kp);
@@ -266,6 +272,7 @@ struct Chunk {
     // With a decay per channel, A and B are not matrix products. They are computed from keys that decay token by token:
     // before token i, left_j is e^(G_i - G_j) k_j; at the end it belongs to the last token.
     void sweep(Rows<const float> decays, long batch, long begin, bool reads) {
+        stage(scoring);
         ::read(decays, begin, n, gates.keys, alpha, kp);
         for (long i = 0; i < n; ++i) {
             float* rate = alpha + i * kp;

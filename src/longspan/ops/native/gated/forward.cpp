@@ -32,6 +32,7 @@ struct Pass {
             const Tokens after{first_row, end, tokens - end < C ? tokens - end : C};
             for (long row = first_row; row < last_row; ++row) {
                 const Tokens at{row, begin, end - begin};
+                stage(reading);
                 // Value heads that share queries and keys are consecutive.
                 if (row == first_row || row % (gates.heads / gates.key_heads) == 0) {
                     gather_queries(operands, gates, at, operand);
@@ -49,6 +50,7 @@ struct Pass {
     // One chunk of one row, which updates the state s (D, vp). The next chunk is prefetched.
     void advance(Chunk& chunk, Operand operand, Tokens at, Tokens next, float* s, float* o) const {
         const long row = at.row, vp = gates.vp(), size = gates.keys * gates.values;
+        stage(rest);
         const Rows<T> outputs = gates.of(out, row);
         if (starts && at.begin % SPAN == 0)
             save_state(s, gates.keys, gates.values, vp, starts + gates.start_of(row, at.begin / SPAN) * size);
@@ -57,12 +59,16 @@ struct Pass {
         chunk.enter(operand, row, at.begin, at.n, true);
         fetch(gates.of_keys(operands.k, next.row), next, gates.keys);
         chunk.solve(s);
+        stage(from_state);
         gemm<false>(at.n, vp, gates.keys, chunk.read, chunk.kp, 1, s, vp, o, vp);
+        stage(within_chunk);
         fetch(outputs, at, gates.values);
         lower_times(at.n, vp, chunk.a, C, chunk.x, vp, o, vp);
         fetch(gates.of(operands.v, next.row), next, gates.values);
+        stage(writing);
         write(o, vp, outputs, at.begin, at.n, gates.values);
         chunk.advance(s);
+        stage(rest);
     }
 };
 
@@ -76,6 +82,7 @@ int forward(const Pass<T>& pass, const float* first, float* last, int threads) {
     bool failed = false;
 #pragma omp parallel num_threads(threads) if (threads > 1 && units > 1)
     {
+        stage(rest);
         Memory memory(pass.scratch((gates.heads + groups - 1) / groups));
         if (!memory.ready()) failed = true;
 #pragma omp barrier
@@ -86,8 +93,10 @@ int forward(const Pass<T>& pass, const float* first, float* last, int threads) {
                 const long from = unit % groups * gates.heads / groups, to = (unit % groups + 1) * gates.heads / groups;
                 const long row = unit / groups * gates.heads;
                 pass.run(row + from, row + to, first, last, memory.scratch());
+                stage(outside);
             }
         }
+        stage(outside);
     }
     return failed;
 }

@@ -30,35 +30,42 @@ struct Pending {
     vec x[NV];
 };
 
-// Writes the columns that ``old`` has read, and reads the token's state from column ``e`` on; either may be missing.
-template <int NV, bool WRITE, bool READ>
+// Writes the columns that ``old`` has read, and reads the token's state from column ``e`` on; either may be missing. Without
+// FADES all alpha are 1, and are not multiplied.
+template <int NV, bool FADES, bool WRITE, bool READ>
 void both_passes(const Pending<NV>& old, Pending<NV>& now, const Token* token, long e, long keys, long width, float scale) {
     vec o[NV] = {}, seen[NV] = {}, x[NV];
     float* before = WRITE ? old.state : nullptr;
     float* s = READ ? token->state + e : nullptr;
     const float* end = READ ? token->end : nullptr;
     if (WRITE)
+#pragma GCC unroll 16
         for (int j = 0; j < NV; ++j) x[j] = old.x[j];
     for (long d = 0; d < keys; ++d) {
         if (READ) {
-            const float k = token->decayed_k[d], q = token->decayed_q[d];
-            const float* next = upcoming(s, end);
+            const vec k = splat(token->decayed_k[d]), q = splat(token->decayed_q[d]);
+            fetch_row<NV * W>(upcoming(s, end));
+#pragma GCC unroll 16
             for (int j = 0; j < NV; ++j) {
-                const vec row = load(s + j * W);
-                fetch(next + j * W);
+                const vec row = in_register(load(s + j * W));
                 seen[j] += k * row;
                 o[j] += q * row;
             }
             s += width;
         }
         if (WRITE) {
-            const float alpha = old.token->alpha[d], k = old.token->k[d];
-            for (int j = 0; j < NV; ++j) store(before + j * W, alpha * load(before + j * W) + k * x[j]);
+            const vec alpha = splat(old.token->alpha[d]), k = splat(old.token->k[d]);
+#pragma GCC unroll 16
+            for (int j = 0; j < NV; ++j) {
+                const vec row = load(before + j * W);
+                store(before + j * W, (FADES ? alpha * row : row) + k * x[j]);
+            }
             before += width;
         }
     }
     if (!READ) return;
     now.token = token, now.state = token->state + e;
+#pragma GCC unroll 16
     for (int j = 0; j < NV; ++j) {
         now.x[j] = token->beta * (load(token->v + e + j * W) - seen[j]);
         store(token->out + e + j * W, (o[j] + token->both * now.x[j]) * scale);
@@ -66,20 +73,20 @@ void both_passes(const Pending<NV>& old, Pending<NV>& now, const Token* token, l
 }
 
 // The delta rule on columns from ``e`` on while e + NV W fits, after the pending ones; -> the next column.
-template <int NV>
+template <int NV, bool FADES>
 long delta_columns(Pending<NV>& pending, const Token* token, long e, long keys, long width, float scale) {
     for (; e + NV * W <= width; e += NV * W) {
         Pending<NV> now;
-        if (pending.token) both_passes<NV, true, true>(pending, now, token, e, keys, width, scale);
-        else both_passes<NV, false, true>(pending, now, token, e, keys, width, scale);
+        if (pending.token) both_passes<NV, FADES, true, true>(pending, now, token, e, keys, width, scale);
+        else both_passes<NV, FADES, false, true>(pending, now, token, e, keys, width, scale);
         pending = now;
     }
     return e;
 }
 
-template <int NV>
+template <int NV, bool FADES>
 void finish(Pending<NV>& pending, long keys, long width) {
-    if (pending.token) both_passes<NV, true, false>(pending, pending, nullptr, 0, keys, width, 0.0f);
+    if (pending.token) both_passes<NV, FADES, true, false>(pending, pending, nullptr, 0, keys, width, 0.0f);
     pending.token = nullptr;
 }
 
@@ -88,19 +95,21 @@ template <int NV>
 long plain_columns(const Token& token, long e, long keys, long width, float scale) {
     for (; e + NV * W <= width; e += NV * W) {
         vec o[NV] = {}, v[NV];
+#pragma GCC unroll 16
         for (int j = 0; j < NV; ++j) v[j] = load(token.v + e + j * W);
         float* s = token.state + e;
         const float* end = token.end;
         for (long d = 0; d < keys; ++d, s += width) {
-            const float alpha = token.alpha[d], k = token.k[d], q = token.q[d];
-            const float* next = upcoming(s, end);
+            const vec alpha = splat(token.alpha[d]), k = splat(token.k[d]), q = splat(token.q[d]);
+            fetch_row<NV * W>(upcoming(s, end));
+#pragma GCC unroll 16
             for (int j = 0; j < NV; ++j) {
                 const vec row = alpha * load(s + j * W) + k * v[j];
                 store(s + j * W, row);
-                fetch(next + j * W);
                 o[j] += q * row;
             }
         }
+#pragma GCC unroll 16
         for (int j = 0; j < NV; ++j) store(token.out + e + j * W, o[j] * scale);
     }
     return e;
@@ -177,7 +186,7 @@ inline const float* normalized(const float* x, long size, float* out) {
 }
 
 // Rows from ... to, NV vectors of columns at a time, then single ones.
-template <int NV, class T>
+template <int NV, bool FADES, class T>
 void run(const Step<T>& step, long from, long to) {
     const long keys = step.keys, values = step.values;
     Token tokens[2];  // the one whose columns are pending, and the next
@@ -199,10 +208,10 @@ void run(const Step<T>& step, long from, long to) {
         prepare(token, gates, step.decay, step.beta ? step.beta + begin + h : nullptr, keys);
         long e = 0;
         if (step.beta) {
-            e = delta_columns(pending, &token, e, keys, values, step.scale);
+            e = delta_columns<NV, FADES>(pending, &token, e, keys, values, step.scale);
             Pending<1> single{};
-            e = delta_columns(single, &token, e, keys, values, step.scale);
-            finish(single, keys, values);
+            e = delta_columns<1, FADES>(single, &token, e, keys, values, step.scale);
+            finish<1, FADES>(single, keys, values);
         } else {
             e = plain_columns<NV>(token, e, keys, values, step.scale);
             e = plain_columns<1>(token, e, keys, values, step.scale);
@@ -210,15 +219,26 @@ void run(const Step<T>& step, long from, long to) {
         for (; e < values; ++e) column(token, e, keys, values, step.scale, step.beta != nullptr);
         narrowed(token.out, values, step.out + at);
     }
-    finish(pending, keys, values);
+    finish<NV, FADES>(pending, keys, values);
+}
+
+template <int NV, class T>
+void run(const Step<T>& step, long from, long to) {
+    if (step.decay == no_decay)
+        run<NV, false>(step, from, to);
+    else
+        run<NV, true>(step, from, to);
 }
 
 // Rows from ... to, with as many columns at a time as suit their number.
 template <class T>
 void step_rows(const Step<T>& step, long from, long to) {
-    // If registers suffice, whole rows of the common 64 or 128 columns, since adjacent memory loads faster.
-    constexpr int narrow = 32 / W, wide = W == 16 ? 64 / W : narrow, widest = W == 16 ? 128 / W : narrow;
-    if (step.values % (widest * W) == 0)
+    // If registers suffice, whole rows of the common 64 or 128 columns, since adjacent memory loads faster. The delta rule
+    // needs two sums per column.
+    constexpr int narrow = 32 / W, wide = W >= 8 ? 64 / W : narrow, widest = W == 16 ? 128 / W : wide;
+    if (W == 8 && step.beta)
+        run<narrow>(step, from, to);
+    else if (step.values % (widest * W) == 0)
         run<widest>(step, from, to);
     else if (step.values % (wide * W) == 0)
         run<wide>(step, from, to);

@@ -24,22 +24,24 @@ long columns(const Token& token, long e, long keys, long width, float scale) {
         vec o[NV] = {}, u[NV] = {}, v[NV];
         float* s = token.state + e;
         for (long d = 0; d < keys; ++d, s += width) {
-            const float ask = token.asks[d], look = token.looks[d];
-            const float* next = upcoming(s, token.end);
+            const vec ask = splat(token.asks[d]), look = splat(token.looks[d]);
+            fetch_row<NV * W>(upcoming(s, token.end));
+#pragma GCC unroll 16
             for (int j = 0; j < NV; ++j) {
-                const vec row = load(s + j * W);
-                fetch(next + j * W);
+                const vec row = in_register(load(s + j * W));
                 o[j] += ask * row;
                 u[j] += look * row;
             }
         }
+#pragma GCC unroll 16
         for (int j = 0; j < NV; ++j) {
             v[j] = load(token.v + e + j * W);
             store(token.out + e + j * W, (o[j] + token.qk * v[j] - token.qe * u[j]) * scale);
         }
         s = token.state + e;
         for (long d = 0; d < keys; ++d, s += width) {
-            const float alpha = token.alpha[d], k = token.k[d], gone = token.e[d];
+            const vec alpha = splat(token.alpha[d]), k = splat(token.k[d]), gone = splat(token.e[d]);
+#pragma GCC unroll 16
             for (int j = 0; j < NV; ++j) store(s + j * W, alpha * load(s + j * W) + k * v[j] - gone * u[j]);
         }
     }

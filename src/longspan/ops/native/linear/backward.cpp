@@ -64,45 +64,56 @@ struct Backward {
     void ahead(Tokens at, Tokens next, float* s, float* z, Scratch scratch) const {
         const long row = at.row, begin = at.begin, n = at.n;
         const long keys = call.keys, values = call.values, kp = call.kp(), vp = call.vp();
+        stage(reading);
         const Chunk chunk = enter(at, true, READ, scratch);
         float *fk = scratch.take(C * kp), *fq = scratch.take(C * kp), *df = scratch.take(C * kp);
         float *turned = scratch.take(C * vp), *p = scratch.take(C * C), *lanes = scratch.take(C * W);
         float* db = scratch.take(C);
         fetch(call.of(k, next.row), next, keys);
+        stage(mapping);
         key_features(row, begin, n, chunk.k, fk);
         if (READ) {
             const Rows<T> queries = call.of(dq, row);
             divide(row, begin, n, chunk, db, lanes);
             fetch(call.of(q, next.row), next, keys);
+            stage(scoring);
             transpose(chunk.v, vp, turned, C, whole_vectors(n), vp);
             lower_product(n, values, chunk.grad, vp, turned, C, p, C);
             finish_lower(p, n, db, nullptr);
             fetch(call.of(out, next.row), next, values);
+            stage(from_state);
             gemm<false>(n, kp, values, chunk.grad, vp, 1, s, kp, df, kp);
+            stage(within_chunk);
             fetch(queries, at, keys);
             lower_times(n, kp, p, C, fk, kp, df, kp);
             fetch(call.of(grad, next.row), next, values);
+            stage(mapping);
             for (long i = 0; i < n; ++i)
                 for (long j = 0; j < kp; j += W) store(df + i * kp + j, load(df + i * kp + j) + load(z + j) * db[i]);
             features(call.map, chunk.q, fq, n, keys, kp);
             slopes(call.map, df, chunk.q, fq, n * kp);
+            stage(writing);
             write(df, kp, queries, begin, n, keys);
         }
+        stage(updating);
         fetch(call.of(v, next.row), next, values);
         gemm<true>(values, kp, n, chunk.v, 1, vp, fk, kp, s, kp);
         add_rows(fk, n, kp, z);
+        stage(rest);
     }
 
     // dk and dv of n tokens of a row, given r and w after them, which are updated. Without READ only the sums are.
     template <bool READ>
     void back(Tokens at, Tokens next, float* r, float* w, Scratch scratch) const {
         const long row = at.row, begin = at.begin, n = at.n;
+        stage(reading);
         const Chunk chunk = enter(at, READ, true, scratch);
         const long keys = call.keys, values = call.values, kp = call.kp(), vp = call.vp(), np = whole_vectors(n);
         float *fk = scratch.take(C * kp), *fq = scratch.take(C * kp), *dh = scratch.take(C * kp);
         float *across = scratch.take(C * kp), *turned_k = scratch.take(C * kp), *turned_v = scratch.take(C * vp);
         float *a = scratch.take(C * C), *p = scratch.take(C * C), *lanes = scratch.take(C * W), *db = scratch.take(C);
         fetch(call.of(q, next.row), next, keys);
+        stage(mapping);
         features(call.map, chunk.q, fq, n, keys, kp);
         fetch(call.of(out, next.row), next, values);
         divide(row, begin, n, chunk, db, lanes);
@@ -110,6 +121,7 @@ struct Backward {
             const Rows<T> key_grads = call.of(dk, row), value_grads = call.of(dv, row);
             float *dn = chunk.grad, *outputs = chunk.out;  // reuse memory that is no longer needed
             key_features(row, begin, n, chunk.k, fk);
+            stage(scoring);
             transpose(fk, kp, turned_k, C, np, kp);
             transpose(chunk.v, vp, turned_v, C, np, vp);
             lower_product(n, keys, fq, kp, turned_k, C, a, C);
@@ -118,23 +130,31 @@ struct Backward {
             lower_product(n, values, dn, vp, turned_v, C, p, C);
             finish_lower(p, n, db, nullptr);
             // dv = h r + a^T dn
+            stage(from_state);
             gemm<false>(n, vp, keys, fk, kp, 1, r, vp, outputs, vp);
+            stage(within_chunk);
             fetch(value_grads, at, values);
             upper_times(n, vp, a, C, dn, vp, outputs, vp);
             fetch(call.of(v, next.row), next, values);
+            stage(writing);
             write(outputs, vp, value_grads, begin, n, values);
+            stage(from_state);
             // dh^T = r v^T + f^T p, transposed to suit the layout of r
             gemm<false>(keys, np, values, r, vp, 1, turned_v, C, across, C);
             fetch(key_grads, at, keys);
+            stage(within_chunk);
             for (long j = 0; j < np; j += W)
                 gemm<true>(keys, W, n - j, fq + j * kp, 1, kp, p + j * C + j, C, across + j, C);
             transpose(across, C, dh, kp, kp, np);
+            stage(mapping);
             for (long i = 0; i < n; ++i)
                 for (long j = 0; j < kp; j += W) store(dh + i * kp + j, load(dh + i * kp + j) + load(w + j));
             slopes(call.map, dh, chunk.k, fk, n * kp);
             clear_masked(call.mask_of(row), begin, n, dh, kp);
+            stage(writing);
             write(dh, kp, key_grads, begin, n, keys);
         }
+        stage(updating);
         fetch(call.of(grad, next.row), next, values);
         gemm<true>(keys, vp, n, fq, 1, kp, chunk.grad, vp, r, vp);
         for (long j = 0; j < kp; j += W) {
@@ -142,6 +162,7 @@ struct Backward {
             for (long i = 0; i < n; ++i) acc += load(fq + i * kp + j) * db[i];
             store(w + j, acc);
         }
+        stage(rest);
     }
 
     // One unit from start to end; the sums of row r are at sums + r * stride.
@@ -158,6 +179,7 @@ struct Backward {
                 ahead<READ>(at, next, s, s + ahead_matrix(), scratch);
             });
         }
+        stage(outside);
     }
 
     // One unit from end to start.
@@ -175,6 +197,7 @@ struct Backward {
                 back<READ>(at, next, r, r + back_matrix(), scratch);
             });
         }
+        stage(outside);
     }
 };
 
@@ -190,6 +213,7 @@ int backward(const Backward<T>& pass, const float* first, const float* grad_last
     bool failed = !aheads.ready() || !backs.ready();
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
+        stage(rest);
         Memory memory(pass.scratch());
         if (!memory.ready()) failed = true;
 #pragma omp barrier
@@ -238,6 +262,7 @@ int backward(const Backward<T>& pass, const float* first, const float* grad_last
                 }
             }
         }
+        stage(outside);
     }
     return failed;
 }

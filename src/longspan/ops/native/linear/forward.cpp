@@ -23,6 +23,7 @@ struct Forward {
         const long n = at.n, keys = call.keys, values = call.values, kp = call.kp(), vp = call.vp();
         const std::uint8_t* mask = call.mask_of(at.row);
         float *fq = scratch.take(C * kp), *fk = scratch.take(C * kp), *v = scratch.take(C * vp);
+        stage(reading);
         with_map(call.map, [&](auto map) {
             pack(call.of(this->k, at.row), at, keys, mask, fk, kp, map);
             if (READ) pack(call.of(q, at.row), at, keys, nullptr, fq, kp, map);
@@ -33,15 +34,19 @@ struct Forward {
             const Rows<T> outputs = call.of(out, at.row);
             float *turned = scratch.take(kp * C), *o = scratch.take(C * vp), *scores = scratch.take(C * C);
             float *lanes = scratch.take(C * W), *sums = scratch.take(C);
+            stage(scoring);
             transpose(fk, kp, turned, C, whole_vectors(n), kp);
             for (long i = 0; i < n; ++i) store(lanes + i * W, dot_lanes(fq + i * kp, z, kp));
             lower_product(n, keys, fq, kp, turned, C, scores, C);
             finish_lower(scores, n, nullptr, lanes);
             sum_lanes(lanes, n, sums);
             fetch(call.of(q, next.row), next, keys);
+            stage(from_state);
             gemm<false>(n, vp, keys, fq, kp, 1, s, vp, o, vp);
+            stage(within_chunk);
             fetch(outputs, at, values);
             lower_times(n, vp, scores, C, v, vp, o, vp);
+            stage(writing);
             for (long i = 0; i < n; ++i) {
                 const float denominator = divisor(sums[i] + call.eps);
                 below[at.row * call.tokens + at.begin + i] = denominator;
@@ -50,9 +55,11 @@ struct Forward {
             }
             write(o, vp, outputs, at.begin, n, values);
         }
+        stage(updating);
         fetch(call.of(this->v, next.row), next, values);
         gemm<true>(keys, vp, n, fk, 1, kp, v, vp, s, vp);
         add_rows(fk, n, kp, z);
+        stage(rest);
     }
 
     // One unit; the sums of row r are at sums + r * stride.
@@ -69,6 +76,7 @@ struct Forward {
                 advance<READ>(at, next, s, s + matrix(), scratch);
             });
         }
+        stage(outside);
     }
 };
 
@@ -82,6 +90,7 @@ int forward(const Forward<T>& pass, const float* first, float* last, int threads
     bool failed = !sums.ready();
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
+        stage(rest);
         Memory memory(pass.scratch());
         if (!memory.ready()) failed = true;
 #pragma omp barrier
@@ -111,6 +120,7 @@ int forward(const Forward<T>& pass, const float* first, float* last, int threads
                 pack_state(s, call.vp(), s + pass.matrix(), call.keys, call.values, last + row * width);
             }
         }
+        stage(outside);
     }
     return failed;
 }

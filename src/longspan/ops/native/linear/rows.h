@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "../shared/gemm.h"
+#include "../shared/stages.h"
 #include "maps.h"
 
 namespace {

@@ -38,21 +38,25 @@ template <long E>
 void advance(float* state, const float* end, const Token& token, float* out, long keys, long values, float eps) {
     const long width = E ? E : values, whole = width / W * W;
     constexpr long held = E ? E / W : 1;
-    vec acc[held > 0 ? held : 1] = {}, v[held > 0 ? held : 1];
+    // Loops over these are unrolled early, or GCC 12 keeps them in memory.
+    vec acc[held > 0 ? held : 1], v[held > 0 ? held : 1];
+    // Copies, since the compiler cannot know that stores leave ``token`` alone.
+    const float *ks = token.k, *qs = token.q, *plain_ks = token.plain_k, *plain_qs = token.plain_q;
     float below = 0.0f;
     if (E) {
-        for (long j = 0; j < held; ++j) v[j] = load(token.v + j * W);
+#pragma GCC unroll 32
+        for (long j = 0; j < held; ++j) acc[j] = vec{}, v[j] = load(token.v + j * W);
     } else {
         for (long e = 0; e < width; ++e) out[e] = 0.0f;
     }
     for (long d = 0; d < keys; ++d, state += width + 1) {
-        const float k = token.k[d], q = token.q[d];
+        const float k = ks[d], q = qs[d];
         if (E) {
-            const float* next = upcoming(state, end);
+            fetch_row<E>(upcoming(state, end));
+#pragma GCC unroll 32
             for (long j = 0; j < held; ++j) {
                 const vec s = load(state + j * W) + k * v[j];
                 store(state + j * W, s);
-                fetch(next + j * W);
                 acc[j] += q * s;
             }
         } else {
@@ -67,12 +71,13 @@ void advance(float* state, const float* end, const Token& token, float* out, lon
                 out[e] += q * s;
             }
         }
-        const float z = state[width] + token.plain_k[d];
+        const float z = state[width] + plain_ks[d];
         state[width] = z;
-        below += token.plain_q[d] * z;
+        below += plain_qs[d] * z;
     }
     const float scale = 1.0f / divisor(below + eps);
     if (E) {
+#pragma GCC unroll 32
         for (long j = 0; j < held; ++j) store(out + j * W, acc[j] * scale);
     } else {
         for (long e = 0; e < width; ++e) out[e] *= scale;

@@ -1,5 +1,8 @@
 // Prefetching of a state for the token steps, which pass over all of it once.
 #pragma once
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 namespace {
 
@@ -10,7 +13,34 @@ inline const float* upcoming(const float* row, const float* end) {
     return end - row > distance ? row + distance : row;
 }
 
-// Into the second-level cache, as for reading, although it will be written: docs/results/lab.md has the alternatives.
-inline void fetch(const float* line) { __builtin_prefetch(line, 0, 2); }
+// Whether to prefetch at all. AMD's processors are faster without it, if the states lie in their caches, and no slower if
+// they do not (docs/results/lab.md, 2026-11-27).
+inline bool gains_from_fetches() {
+#if defined(__x86_64__)
+    unsigned least, b, c, d;
+    return !__get_cpuid(0, &least, &b, &c, &d) || b != 0x68747541;  // "Auth" of AuthenticAMD
+#else
+    return true;
+#endif
+}
+const bool fetches = gains_from_fetches();
+
+// One line into the second-level cache. By an instruction, since GCC 12 removes loops that only prefetch.
+inline void fetch_line(const float* line) {
+#if defined(__x86_64__)
+    asm volatile("prefetcht1 %0" : : "m"(*line));
+#else
+    __builtin_prefetch(line, 0, 2);
+#endif
+}
+
+// ``size`` floats from ``row`` on, as for reading, although they will be written: docs/results/lab.md has the alternatives.
+template <long size>
+inline void fetch_row(const float* row) {
+    constexpr long line = 16;
+    if (fetches)
+#pragma GCC unroll 16
+        for (long j = 0; j < size; j += line) fetch_line(row + j);
+}
 
 }  // namespace

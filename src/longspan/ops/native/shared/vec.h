@@ -31,6 +31,14 @@ inline vec load(const float* p) { return *reinterpret_cast<const unaligned_vec*>
 inline void store(float* p, vec x) { *reinterpret_cast<unaligned_vec*>(p) = x; }
 inline vec splat(float x) { return x - vec{}; }
 
+// x itself, for numbers that are used more than once: the compiler would load them again for each use.
+inline vec in_register(vec x) {
+#if defined(__x86_64__)
+    asm("" : "+v"(x));
+#endif
+    return x;
+}
+
 // bfloat16 is the upper half of a float.
 struct bfloat16 {
     std::uint16_t bits;
