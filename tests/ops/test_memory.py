@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 
+import longspan
 from longspan.ops import buffers
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="it belongs to glibc, and /proc reports it")
@@ -59,4 +60,31 @@ def test_what_is_too_large_to_be_kept_is_fetched_in_large_pages(monkeypatch):
     assert not advised
     buffers.fresh_like(torch.empty(buffers.KEPT + 1, dtype=torch.uint8))
     assert len(advised) == 1
-    assert buffers.KEPT - 2 * 4096 < advised[0] <= buffers.KEPT + 1
+    assert 0 <= advised[0] - buffers.KEPT < buffers.LARGE_PAGE
+
+
+@linux
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_tensors_are_like_others_but_begin_at_a_large_page(monkeypatch, dtype):
+    monkeypatch.setattr(buffers, "KEPT", 1000)
+    for x in (
+        torch.empty(3, 50, 8, dtype=dtype).transpose(0, 1),
+        torch.empty(1001, dtype=dtype)[1:],
+        torch.empty(5, 1, dtype=dtype).expand(5, 300),
+        torch.nn.Parameter(torch.empty(900, 2, dtype=dtype)),
+    ):
+        y, usual = buffers.fresh_like(x), torch.empty_like(x)
+        assert y.shape == usual.shape
+        assert y.stride() == usual.stride()
+        assert y.dtype == dtype
+        assert y.data_ptr() % buffers.LARGE_PAGE == 0
+        assert not y._is_view()
+        y.fill_(2.0)
+        assert y.sum(dtype=torch.float64) == 2 * y.numel()
+
+
+def test_large_outputs_can_be_changed_in_place(monkeypatch):
+    monkeypatch.setattr(buffers, "KEPT", 1000)
+    q, k, v = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
+    expected = torch.autograd.grad(2 * longspan.delta_rule(q, k, v).sum(), q)[0]
+    assert torch.equal(torch.autograd.grad(longspan.delta_rule(q, k, v).mul_(2).sum(), q)[0], expected)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 KEPT = 2**25 - 2**16  # bytes: the largest block that the C library can keep, less room for its bookkeeping
 THRESHOLD, MAPPED = -3, 65536  # glibc's M_MMAP_THRESHOLD; bytes from which ``return_pages`` gives blocks back
+LARGE_PAGE = 2**21  # bytes, on x86 and on arm64 with the usual small pages
 ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # known on Linux only
 
 
@@ -37,18 +38,23 @@ def return_pages() -> None:
 
 
 def fresh_like(x: Tensor) -> Tensor:
-    """Return ``torch.empty_like(x)``, with large pages if it is too large to come from freed memory.
+    """Return ``torch.empty_like(x)``, on large pages if it is too large to come from freed memory.
 
-    A page fault then maps 2 MB instead of 4 kB. This is advice to the system, which may ignore it.
+    A page fault then maps 2 MB instead of 4 kB. This is advice to the system, which may ignore it. The tensor starts at
+    a large page and has whole ones, so its storage has 4 MB more than its elements.
     """
-    out = torch.empty_like(x)
     # Tensor subclasses and traced tensors may have no memory.
-    real = not torch.compiler.is_compiling() and type(out) is Tensor and out.device.type == "cpu"
-    if ADVICE is not None and real and out.nbytes > KEPT:
-        start = -(-out.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (out.data_ptr() + out.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        _madvise()(start, end - start, ADVICE)
-    return out
+    plain = not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu"
+    if ADVICE is None or not plain or torch._C._len_torch_dispatch_stack() or x.numel() * x.element_size() <= KEPT:
+        return torch.empty_like(x)
+    size = x.element_size()
+    memory = torch.empty(x.numel() + 2 * LARGE_PAGE // size, dtype=x.dtype)
+    skipped = -memory.data_ptr() % LARGE_PAGE
+    pages = -(-x.numel() * size // LARGE_PAGE)
+    _madvise()(memory.data_ptr() + skipped, pages * LARGE_PAGE, ADVICE)
+    strides = torch.empty_like(x, device="meta").stride()
+    # Not a view, which autograd would refuse to change in place if a function returns it.
+    return torch.empty(0, dtype=x.dtype).set_(memory.untyped_storage(), skipped // size, x.shape, strides)
 
 
 @functools.cache

@@ -147,7 +147,7 @@ def _backward(
     shared, vectors = v.shape[1] > q.shape[1] and v.dtype is not torch.float32, (q, k, read, erase)
     dq, dk, dread, derase = (torch.empty_like(t, dtype=torch.float32) if shared else fresh_like(t) for t in vectors)
     dv, first = fresh_like(v), grad_end.clone(memory_format=torch.contiguous_format)
-    ddecay = None if log_decay is None else torch.empty_like(log_decay)
+    ddecay = None if log_decay is None else fresh_like(log_decay)
     mask, segments, offsets = (None if t is None else t.contiguous() for t in (mask, segments, offsets))
     grads = (dq, dk, dv, dread, derase)
     failed = kernels("general").longspan_general_backward(

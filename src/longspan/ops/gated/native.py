@@ -144,7 +144,7 @@ def _backward(
     shared = v.shape[1] > q.shape[1] and v.dtype is not torch.float32
     dq, dk = (torch.empty_like(t, dtype=torch.float32) if shared else fresh_like(t) for t in (q, k))
     dv, first = fresh_like(v), grad_end.clone(memory_format=torch.contiguous_format)
-    ddecay, dbeta = (None if t is None else torch.empty_like(t) for t in (log_decay, beta))
+    ddecay, dbeta = (None if t is None else fresh_like(t) for t in (log_decay, beta))
     mask, segments, offsets = (None if t is None else t.contiguous() for t in (mask, segments, offsets))
     gates = (*_gates(log_decay, beta), *_gates(ddecay, dbeta))
     failed = kernels("gated").longspan_gated_backward(
