@@ -86,5 +86,6 @@ def test_large_tensors_are_like_others_but_begin_at_a_large_page(monkeypatch, dt
 def test_large_outputs_can_be_changed_in_place(monkeypatch):
     monkeypatch.setattr(buffers, "KEPT", 1000)
     q, k, v = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))
-    expected = torch.autograd.grad(2 * longspan.delta_rule(q, k, v).sum(), q)[0]
-    assert torch.equal(torch.autograd.grad(longspan.delta_rule(q, k, v).mul_(2).sum(), q)[0], expected)
+    beta = torch.rand(1, 2, 40)
+    expected = torch.autograd.grad(2 * longspan.delta_rule(q, k, v, beta=beta).sum(), q)[0]
+    assert torch.equal(torch.autograd.grad(longspan.delta_rule(q, k, v, beta=beta).mul_(2).sum(), q)[0], expected)
