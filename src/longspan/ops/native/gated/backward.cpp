@@ -237,33 +237,68 @@ struct Pass {
         }
     }
 
-    // The same per channel: keys decay from the first token to the last, gradients from the last to the first.
+    // The same per channel, as in Chunk::sweep: keys decay from the first strip to the last, gradients from the last to the
+    // first.
     void sweep(Chunk& chunk, Work& work) const {
         const long n = chunk.n, kp = this->kp();
-        for (long i = 0; i < n; ++i) {
-            chunk.decay_keys(i);
-            for (long d = 0; d < kp; d += W) {
-                vec dq = load(work.dq + i * kp + d), plus = gates.delta ? load(work.plus + i * kp + d) : vec{};
-                for (long j = 0; j <= i; ++j) {
-                    const vec key = load(chunk.left + j * kp + d);
-                    dq += work.da[i * C + j] * key;
-                    if (gates.delta) plus += work.db[i * C + j] * key;
-                }
-                store(work.dq + i * kp + d, dq);
-                if (gates.delta) store(work.plus + i * kp + d, plus);
+        for (long first = 0; first < n; first += STRIP) {
+            const long end = first + STRIP < n ? first + STRIP : n;
+            if (first) {
+                earlier(chunk, first, end, work.da, work.dq);
+                if (gates.delta) earlier(chunk, first, end, work.db, work.plus);
             }
+            for (long i = first; i < end; ++i) {
+                chunk.decay_keys(first, i);
+                for (long d = 0; d < kp; d += W) {
+                    vec dq = load(work.dq + i * kp + d), plus = gates.delta ? load(work.plus + i * kp + d) : vec{};
+                    for (long j = first; j <= i; ++j) {
+                        const vec key = load(chunk.left + j * kp + d);
+                        dq += work.da[i * C + j] * key;
+                        if (gates.delta) plus += work.db[i * C + j] * key;
+                    }
+                    store(work.dq + i * kp + d, dq);
+                    if (gates.delta) store(work.plus + i * kp + d, plus);
+                }
+            }
+            chunk.decay_earlier(first, end);
         }
         std::memcpy(work.minus, work.out, sizeof(float) * n * kp);
-        for (long d = 0; d < kp; d += W)
-            for (long i = n - 1; i >= 0; --i) {
-                const vec rate = i + 1 < n ? load(chunk.alpha + (i + 1) * kp + d) : splat(1.0f);
-                const vec query = load(chunk.q + i * kp + d), key = load(chunk.k + i * kp + d);
-                for (long j = 0; j <= i; ++j) {
-                    vec x = load(work.minus + j * kp + d) * rate + work.da[i * C + j] * query;
-                    if (gates.delta) x += work.db[i * C + j] * key;
-                    store(work.minus + j * kp + d, x);
+        for (long first = (n - 1) / STRIP * STRIP; first >= 0; first -= STRIP) {
+            const long end = first + STRIP < n ? first + STRIP : n;
+            for (long d = 0; d < kp; d += W)
+                for (long i = end - 1; i >= first; --i) {
+                    const vec rate = i + 1 < end ? load(chunk.alpha + (i + 1) * kp + d) : splat(1.0f);
+                    const vec query = load(chunk.q + i * kp + d), key = load(chunk.k + i * kp + d);
+                    for (long j = first; j <= i; ++j) {
+                        vec x = load(work.minus + j * kp + d) * rate + work.da[i * C + j] * query;
+                        if (gates.delta) x += work.db[i * C + j] * key;
+                        store(work.minus + j * kp + d, x);
+                    }
                 }
+            if (!first) break;
+            chunk.decay_rows(work.minus, first, first, end);
+            later(chunk, first, end, work.da, chunk.q, work.minus);
+            if (gates.delta) later(chunk, first, end, work.db, chunk.k, work.minus);
+        }
+    }
+
+    // into_i += e^(G_i - G) sum_j x_ij left_j for the tokens of a strip and the keys j before it, with G before the strip.
+    void earlier(const Chunk& chunk, long first, long end, const float* x, float* into) const {
+        gemm<false>(end - first, kp(), first, x + first * C, C, 1, chunk.left, kp(), chunk.near, kp());
+        for (long d = 0; d < kp(); d += W) {
+            vec passed = splat(1.0f);
+            for (long i = first; i < end; ++i) {
+                passed = passed * load(chunk.alpha + i * kp() + d);
+                float* row = into + i * kp() + d;
+                store(row, load(row) + passed * load(chunk.near + (i - first) * kp() + d));
             }
+        }
+    }
+
+    // into_j += sum_i x_ij e^(G_i - G) of_i for the same pairs.
+    void later(const Chunk& chunk, long first, long end, const float* x, const float* of, float* into) const {
+        chunk.since(first, end, of, chunk.near);
+        gemm<true>(first, kp(), end - first, x + first * C, 1, C, chunk.near, kp(), into, kp());
     }
 
     void store_gradients(const Chunk& chunk, Work& work, const Operand& operand, long row, long begin, bool adds) const {

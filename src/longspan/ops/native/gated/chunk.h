@@ -145,6 +145,10 @@ void gather_values(const Operands<T>& from, const Gates& gates, Tokens at, Opera
     pack(gates.of(from.v, at.row), at, gates.values, gates.mask_of(at.row), to.v, gates.vp(), same);
 }
 
+// Pairs of a query and a key of one strip, rounded up to vectors of all widths.
+constexpr long PAIRS = 48;
+static_assert(PAIRS >= STRIP * (STRIP + 1) / 2 && PAIRS % 16 == 0);
+
 // One chunk of one head in scratch memory; (C, kp) unless noted.
 struct Chunk {
     const Gates& gates;
@@ -155,20 +159,21 @@ struct Chunk {
     float *a, *b, *weight;         // A, B and e^(G_i - G_j) by head: (C, C)
     float *whole;                  // e^G_end (kp)
     float *start, *beta;           // e^G by head, step sizes: (C)
-    float *turned, *lanes, *more;  // (kp or vp, C), (C, W) twice
+    float *turned, *lanes, *more;  // (kp or vp, C), (PAIRS, W) twice
     float *e, *x;                  // errors and what is written (C, vp)
+    float* near;                   // queries or keys of a strip, e^(G_i - G) x_i with G before it: (STRIP, kp)
 
     Chunk(const Gates& gates, Scratch& scratch) : gates(gates), kp(gates.kp()), vp(gates.vp()) {
         for (float** p : {&read, &entering, &left, &alpha, &grown}) *p = scratch.take(C * kp);
         for (float** p : {&e, &x}) *p = scratch.take(C * vp);
         for (float** p : {&a, &b, &weight}) *p = scratch.take(C * C);
-        for (float** p : {&lanes, &more}) *p = scratch.take(C * W);
+        for (float** p : {&lanes, &more}) *p = scratch.take(PAIRS * W);
         whole = scratch.take(kp), start = scratch.take(C), beta = scratch.take(C);
-        turned = scratch.take(C * (kp > vp ? kp : vp));
+        turned = scratch.take(C * (kp > vp ? kp : vp)), near = scratch.take(STRIP * kp);
     }
     static long size(const Gates& gates) {
         const long kp = gates.kp(), vp = gates.vp();
-        return C * (5 * kp + 2 * vp + 3 * C + 2 * W + 2 + (kp > vp ? kp : vp)) + kp;
+        return C * (5 * kp + 2 * vp + 3 * C + 2 + (kp > vp ? kp : vp)) + (STRIP + 1) * kp + 2 * PAIRS * W;
     }
 
     // Tokens begin ... begin + count of a head, and everything that does not depend on the state; reads: queries too.
@@ -269,45 +274,92 @@ struct Chunk {
         for (long j = 0; j < kp; j += W) store(whole + j, splat(start[n - 1]));
     }
 
-    // With a decay per channel, A and B are not matrix products. They are computed from keys that decay token by token:
-    // before token i, left_j is e^(G_i - G_j) k_j; at the end it belongs to the last token.
+    // With a decay per channel, A and B are products of matrices only if both factors are relative to a token between j and i,
+    // since e^(G_i - G_j) then is a product of two numbers up to 1. For keys before a strip of tokens that is the one before
+    // the strip: left_j is e^(G - G_j) k_j with G there. Within the strip keys decay token by token; before token i, left_j
+    // is e^(G_i - G_j) k_j. At the end left belongs to the last token.
     void sweep(Rows<const float> decays, long batch, long begin, bool reads) {
-        stage(scoring);
         ::read(decays, begin, n, gates.keys, alpha, kp);
-        for (long i = 0; i < n; ++i) {
-            float* rate = alpha + i * kp;
-            if (gates.hidden(batch, begin + i)) std::memset(rate, 0, sizeof(float) * kp);
-            for (long d = 0; d < kp; d += W) {
-                const vec r = fading(load(rate + d));
-                store(rate + d, r);
-                const vec g = i ? load(grown + (i - 1) * kp + d) * r : r;
-                store(grown + i * kp + d, g);
-                if (reads) store(read + i * kp + d, load(q + i * kp + d) * g);
-                if (gates.delta) store(entering + i * kp + d, load(k + i * kp + d) * g);
+        for (long i = 0; gates.mask && i < n; ++i)
+            if (gates.hidden(batch, begin + i)) std::memset(alpha + i * kp, 0, sizeof(float) * kp);
+        for (long d = 0; d < kp; d += W) {
+            vec g = splat(1.0f);
+            for (long at = d; at < n * kp; at += kp) {
+                const vec rate = fading(load(alpha + at));
+                store(alpha + at, rate);
+                g *= rate;
+                store(grown + at, g);
+                if (reads) store(read + at, load(q + at) * g);
+                if (gates.delta) store(entering + at, load(k + at) * g);
             }
-            decay_keys(i);
-            for (long j = 0; j <= i; ++j) {
-                const float* key = left + j * kp;
-                if (reads) store(lanes + j * W, dot_lanes(q + i * kp, key, kp));
-                if (gates.delta) store(more + j * W, dot_lanes(k + i * kp, key, kp));
+        }
+        stage(scoring);
+        for (long first = 0; first < n; first += STRIP) {
+            const long end = first + STRIP < n ? first + STRIP : n;
+            if (first) {
+                transpose(left, kp, turned, C, whole_vectors(first), kp);
+                if (reads) since(first, end, q, near), products(first, end, a);
+                if (gates.delta) since(first, end, k, near), products(first, end, b);
             }
-            if (reads) {
-                sum_lanes(lanes, i + 1, a + i * C);
-                finish_row(a + i * C, nullptr, i, n, i + 1);
+            for (long i = first, pair = 0; i < end; ++i) {
+                decay_keys(first, i);
+                for (long j = first; j <= i; ++j, ++pair) {
+                    const float* key = left + j * kp;
+                    if (reads) store(lanes + pair * W, dot_lanes(q + i * kp, key, kp));
+                    if (gates.delta) store(more + pair * W, dot_lanes(k + i * kp, key, kp));
+                }
             }
-            if (gates.delta) {
-                sum_lanes(more, i + 1, b + i * C);
-                finish_row(b + i * C, nullptr, i, n, i);
-            }
+            if (reads) finish_strip(lanes, first, end, 1, a);
+            if (gates.delta) finish_strip(more, first, end, 0, b);
+            decay_earlier(first, end);
         }
         std::memcpy(whole, grown + (n - 1) * kp, sizeof(float) * kp);
     }
 
+    // A strip's rows of A or B in the columns before it, from ``near`` and ``turned``; further columns are overwritten later.
+    void products(long first, long end, float* out) const {
+        gemm<false>(end - first, whole_vectors(first), gates.keys, near, kp, 1, turned, C, out + first * C, C);
+    }
+
+    // A strip's rows of A or B from the lanes of the products of its pairs; row i is zero from column i + own on.
+    void finish_strip(const float* pairs, long first, long end, long own, float* out) const {
+        float sums[PAIRS];
+        sum_lanes(pairs, (end - first) * (end - first + 1) / 2, sums);
+        const float* from = sums;
+        for (long i = first; i < end; from += i + 1 - first, ++i) {
+            std::memcpy(out + i * C + first, from, sizeof(float) * (i + 1 - first));
+            finish_row(out + i * C, nullptr, i, n, i + own);
+        }
+    }
+
    public:
-    // left_j, j < i, advances from token i - 1 to token i, where left_i = k_i starts.
-    void decay_keys(long i) {
-        for (long j = 0; j < i; ++j) scale_row(left + j * kp, left + j * kp, alpha + i * kp, kp);
+    // out_i = e^(G_i - G) x_i for the tokens of a strip, with G before it.
+    void since(long first, long end, const float* x, float* out) const {
+        for (long d = 0; d < kp; d += W) {
+            vec passed = splat(1.0f);
+            for (long i = first; i < end; ++i) {
+                passed = passed * load(alpha + i * kp + d);
+                store(out + (i - first) * kp + d, passed * load(x + i * kp + d));
+            }
+        }
+    }
+
+    // left_j, j < i, of the strip that begins at ``first`` advances from token i - 1 to token i, where left_i = k_i starts.
+    void decay_keys(long first, long i) {
+        for (long j = first; j < i; ++j) scale_row(left + j * kp, left + j * kp, alpha + i * kp, kp);
         std::memcpy(left + i * kp, k + i * kp, sizeof(float) * kp);
+    }
+
+    // left_j, j < first, advances to the last token of the strip.
+    void decay_earlier(long first, long end) { decay_rows(left, first, first, end); }
+
+    // The first ``rows`` rows of x (C, kp), times the decays of the tokens first ... end.
+    void decay_rows(float* x, long rows, long first, long end) const {
+        for (long d = 0; rows && d < kp; d += W) {
+            vec passed = load(alpha + first * kp + d);
+            for (long i = first + 1; i < end; ++i) passed = passed * load(alpha + i * kp + d);
+            for (long j = 0; j < rows; ++j) store(x + j * kp + d, load(x + j * kp + d) * passed);
+        }
     }
 };
 
