@@ -1,11 +1,13 @@
 """Loads the C++ kernels of a family: from the installation, else compiled on this machine on first use."""
 
+import contextlib
 import ctypes
 import os
 import sys
 import tempfile
 import threading
 import warnings
+from collections.abc import Generator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,6 +16,9 @@ from . import instruction_sets, interface, openmp, prebuilt, store, toolchain, t
 from .interface import FAMILIES as FAMILIES
 from .toolchain import Unavailable
 from .trusted import Untrusted
+
+STAGED = ("linear", "gated")  # families whose kernels measure their time by stage
+CLOCKS = 256  # threads that they measure, as in shared/stages.h
 
 _locks = {family: threading.Lock() for family in FAMILIES}
 _found: dict[str, ctypes.CDLL | None] = {}  # by family, filled on first use
@@ -125,8 +130,36 @@ def _forces(name: str) -> str:
     return f"{instruction_sets.VARIABLE}={name} forces this instruction set"
 
 
-def _compiled(family: str, why: str) -> Kernels:
-    compiler = toolchain.find_compiler()
+def staged(family: str) -> ctypes.CDLL:
+    """Return kernels of a family that measure their time by stage, as shared/stages.h describes; slower than others.
+
+    They are always compiled on this machine, since no installation contains them. ``using`` puts them to use.
+
+    Raises:
+        Unavailable: they cannot be compiled.
+        ValueError: the kernels of this family have no stages.
+    """
+    if family not in STAGED:
+        raise ValueError(f"the kernels of the family {family!r} do not measure stages; those of {STAGED} do")
+    library = _compiled(family, "they measure stages", "-DLONGSPAN_STAGES").library
+    library.longspan_stages.restype, library.longspan_stages.argtypes = interface.INT, (interface.POINTER,)
+    library.longspan_stage_count.restype, library.longspan_stage_count.argtypes = interface.INT, ()
+    return library
+
+
+@contextlib.contextmanager
+def using(family: str, library: ctypes.CDLL) -> Generator[None, None, None]:
+    """Use other kernels of a family inside the block, in all threads."""
+    before = loaded(family)
+    _found[family] = library
+    try:
+        yield
+    finally:
+        _found[family] = before
+
+
+def _compiled(family: str, why: str, *options: str) -> Kernels:
+    compiler = [*toolchain.find_compiler(), *options]
     distrust, folder = "", None
     try:
         folder = cache_folder() / "native"

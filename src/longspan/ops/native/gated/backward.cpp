@@ -51,6 +51,7 @@ struct Pass {
         work.ends = scratch.take(kp()), work.carry = scratch.take(kp());
         work.diagonal = scratch.take(C);
         const long size = gates.keys * gates.values;
+        stage(states);
         load_state(grad_state + row * size, gates.keys, gates.values, vp(), work.after);
         for (long span = spans(tokens) - 1; span >= 0; --span) {
             const long from = span * SPAN, to = from + SPAN < tokens ? from + SPAN : tokens;
@@ -77,7 +78,7 @@ struct Pass {
                 fetch(gates.of_keys(operands.k, row), soon, gates.keys);
                 chunk.solve(anew ? nullptr : s);
                 fetch(gates.of(operands.v, row), soon, gates.values);
-                stage(rest);
+                stage(states);
                 std::memcpy(work.errors + (begin - from) * vp(), chunk.e, sizeof(float) * chunk.n * vp());
                 std::memcpy(work.written + (begin - from) * vp(), chunk.x, sizeof(float) * chunk.n * vp());
                 chunk.advance(next);
@@ -94,7 +95,7 @@ struct Pass {
                 fetch(gates.of_keys(operands.q, row), soon, gates.keys);
                 chunk.enter(operand, row, begin, n, true);
                 fetch(gates.of_keys(operands.k, row), soon, gates.keys);
-                stage(rest);
+                stage(states);
                 std::memcpy(chunk.e, work.errors + (begin - from) * vp(), sizeof(float) * n * vp());
                 std::memcpy(chunk.x, work.written + (begin - from) * vp(), sizeof(float) * n * vp());
                 back(chunk, work, operand, before[i], row, begin, adds);
@@ -114,7 +115,7 @@ struct Pass {
         for (long i = 0; gates.mask && i < n; ++i)
             if (gates.hidden(batch, begin + i)) std::memset(work.dout + i * vp, 0, sizeof(float) * vp);
         // Transposed states; rows beyond the last channel are never read.
-        stage(rest);
+        stage(states);
         for (long d = 0; d < keys; d += W) turn(work.after, d, work.turned_after);
         for (long d = 0; start && d < keys; d += W) turn(start, d, work.turned_start);
 
@@ -383,19 +384,20 @@ int backward(const Pass<T, K>& pass, float* grad_state, int threads) {
     bool failed = false;
 #pragma omp parallel num_threads(threads) if (threads > 1 && units > 1)
     {
-        stage(rest);
+        stage(states);
         Memory memory(pass.scratch());
         if (!memory.ready()) failed = true;
+        stage(waiting);
 #pragma omp barrier
         if (!failed) {
 #pragma omp for schedule(dynamic)
             for (long unit = 0; unit < units; ++unit)
                 for (long i = 0; i < shared; ++i) {
                     pass.head(unit * shared + i, i > 0, grad_state, memory.scratch());
-                    stage(outside);
+                    stage(waiting);
                 }
         }
-        stage(outside);
+        stage(waiting);
     }
     return failed;
 }

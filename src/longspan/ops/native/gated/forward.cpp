@@ -18,6 +18,7 @@ struct Pass {
 
     // Some rows of one sequence, chunk by chunk for all of them, since heads are often adjacent.
     void run(long first_row, long last_row, const float* first, float* last, Scratch scratch) const {
+        stage(states);
         const long size = gates.keys * gates.values, vp = gates.vp();
         const long sequence = first_row / gates.heads, tokens = gates.tokens_of(sequence);
         const std::int64_t* segments = gates.segments_of(sequence);
@@ -50,7 +51,7 @@ struct Pass {
     // One chunk of one row, which updates the state s (D, vp). The next chunk is prefetched.
     void advance(Chunk& chunk, Operand operand, Tokens at, Tokens next, float* s, float* o) const {
         const long row = at.row, vp = gates.vp(), size = gates.keys * gates.values;
-        stage(rest);
+        stage(states);
         const Rows<T> outputs = gates.of(out, row);
         if (starts && at.begin % SPAN == 0)
             save_state(s, gates.keys, gates.values, vp, starts + gates.start_of(row, at.begin / SPAN) * size);
@@ -68,7 +69,7 @@ struct Pass {
         stage(writing);
         write(o, vp, outputs, at.begin, at.n, gates.values);
         chunk.advance(s);
-        stage(rest);
+        stage(states);
     }
 };
 
@@ -82,9 +83,10 @@ int forward(const Pass<T>& pass, const float* first, float* last, int threads) {
     bool failed = false;
 #pragma omp parallel num_threads(threads) if (threads > 1 && units > 1)
     {
-        stage(rest);
+        stage(states);
         Memory memory(pass.scratch((gates.heads + groups - 1) / groups));
         if (!memory.ready()) failed = true;
+        stage(waiting);
 #pragma omp barrier
         if (!failed) {
             // Packed sequences may have any lengths.
@@ -93,10 +95,10 @@ int forward(const Pass<T>& pass, const float* first, float* last, int threads) {
                 const long from = unit % groups * gates.heads / groups, to = (unit % groups + 1) * gates.heads / groups;
                 const long row = unit / groups * gates.heads;
                 pass.run(row + from, row + to, first, last, memory.scratch());
-                stage(outside);
+                stage(waiting);
             }
         }
-        stage(outside);
+        stage(waiting);
     }
     return failed;
 }

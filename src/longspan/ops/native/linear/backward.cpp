@@ -99,7 +99,7 @@ struct Backward {
         fetch(call.of(v, next.row), next, values);
         gemm<true>(values, kp, n, chunk.v, 1, vp, fk, kp, s, kp);
         add_rows(fk, n, kp, z);
-        stage(rest);
+        stage(states);
     }
 
     // dk and dv of n tokens of a row, given r and w after them, which are updated. Without READ only the sums are.
@@ -162,7 +162,7 @@ struct Backward {
             for (long i = 0; i < n; ++i) acc += load(fq + i * kp + j) * db[i];
             store(w + j, acc);
         }
-        stage(rest);
+        stage(states);
     }
 
     // One unit from start to end; the sums of row r are at sums + r * stride.
@@ -179,7 +179,7 @@ struct Backward {
                 ahead<READ>(at, next, s, s + ahead_matrix(), scratch);
             });
         }
-        stage(outside);
+        stage(waiting);
     }
 
     // One unit from end to start.
@@ -197,7 +197,7 @@ struct Backward {
                 back<READ>(at, next, r, r + back_matrix(), scratch);
             });
         }
-        stage(outside);
+        stage(waiting);
     }
 };
 
@@ -213,13 +213,15 @@ int backward(const Backward<T>& pass, const float* first, const float* grad_last
     bool failed = !aheads.ready() || !backs.ready();
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        stage(rest);
+        stage(states);
         Memory memory(pass.scratch());
         if (!memory.ready()) failed = true;
+        stage(waiting);
 #pragma omp barrier
         if (!failed) {
 #pragma omp for schedule(static)
             for (long row = 0; row < call.rows(); ++row) {
+                stage(states);
                 float *s = aheads.data() + row * ahead_stride, *r = backs.data() + (row + 1) * back_stride - back_size;
                 const float* state = first ? first + row * width : nullptr;
                 for (long d = 0; state && d < call.keys; ++d, state += call.values + 1) {
@@ -228,6 +230,7 @@ int backward(const Backward<T>& pass, const float* first, const float* grad_last
                 }
                 if (grad_last)
                     unpack_state(grad_last + row * width, call.keys, call.values, r, call.vp(), r + back_matrix);
+                stage(waiting);
             }
             if (parts > 1) {
 #pragma omp for schedule(static)
@@ -242,9 +245,11 @@ int backward(const Backward<T>& pass, const float* first, const float* grad_last
                 }
 #pragma omp for schedule(static)
                 for (long row = 0; row < call.rows(); ++row) {
+                    stage(states);
                     float *s = aheads.data() + row * ahead_stride, *r = backs.data() + row * back_stride;
                     for (long i = ahead_size; i < ahead_stride; ++i) s[i] += s[i - ahead_size];
                     for (long i = back_stride - back_size - 1; i >= 0; --i) r[i] += r[i + back_size];
+                    stage(waiting);
                 }
             }
 #pragma omp for schedule(static)
@@ -257,12 +262,14 @@ int backward(const Backward<T>& pass, const float* first, const float* grad_last
             if (grad_first) {
 #pragma omp for schedule(static)
                 for (long row = 0; row < call.rows(); ++row) {
+                    stage(states);
                     const float* r = backs.data() + row * back_stride;
                     pack_state(r, call.vp(), r + back_matrix, call.keys, call.values, grad_first + row * width);
+                    stage(waiting);
                 }
             }
         }
-        stage(outside);
+        stage(waiting);
     }
     return failed;
 }

@@ -59,7 +59,7 @@ struct Forward {
         fetch(call.of(this->v, next.row), next, values);
         gemm<true>(keys, vp, n, fk, 1, kp, v, vp, s, vp);
         add_rows(fk, n, kp, z);
-        stage(rest);
+        stage(states);
     }
 
     // One unit; the sums of row r are at sums + r * stride.
@@ -76,7 +76,7 @@ struct Forward {
                 advance<READ>(at, next, s, s + matrix(), scratch);
             });
         }
-        stage(outside);
+        stage(waiting);
     }
 };
 
@@ -90,15 +90,18 @@ int forward(const Forward<T>& pass, const float* first, float* last, int threads
     bool failed = !sums.ready();
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
-        stage(rest);
+        stage(states);
         Memory memory(pass.scratch());
         if (!memory.ready()) failed = true;
+        stage(waiting);
 #pragma omp barrier
         if (!failed) {
 #pragma omp for schedule(static)
             for (long row = 0; row < call.rows(); ++row) {
+                stage(states);
                 float* s = sums.data() + row * stride;
                 if (first) unpack_state(first + row * width, call.keys, call.values, s, call.vp(), s + pass.matrix());
+                stage(waiting);
             }
             if (units.parts > 1) {
 #pragma omp for schedule(static)
@@ -107,20 +110,25 @@ int forward(const Forward<T>& pass, const float* first, float* last, int threads
                         pass.template run<false>(units, unit, sums.data() + (units.part(unit) + 1) * size, stride,
                                                  memory.scratch());
 #pragma omp for schedule(static)
-                for (long row = 0; row < call.rows(); ++row)
+                for (long row = 0; row < call.rows(); ++row) {
+                    stage(states);
                     for (float* s = sums.data() + row * stride + size; s < sums.data() + (row + 1) * stride; ++s)
                         *s += s[-size];
+                    stage(waiting);
+                }
             }
 #pragma omp for schedule(static)
             for (long unit = 0; unit < units.count(); ++unit)
                 pass.template run<true>(units, unit, sums.data() + units.part(unit) * size, stride, memory.scratch());
 #pragma omp for schedule(static)
             for (long row = 0; row < call.rows(); ++row) {
+                stage(states);
                 const float* s = sums.data() + (row + 1) * stride - size;
                 pack_state(s, call.vp(), s + pass.matrix(), call.keys, call.values, last + row * width);
+                stage(waiting);
             }
         }
-        stage(outside);
+        stage(waiting);
     }
     return failed;
 }

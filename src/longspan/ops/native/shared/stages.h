@@ -11,8 +11,8 @@
 
 // In the order of ``STAGES`` in bench/profile.py.
 enum Stage {
-    outside,       // of the kernel, or waiting for other threads
-    rest,          // states in and out, and all that is not named
+    waiting,       // for other threads, or outside of the kernel
+    states,        // in and out, and all that is not named
     reading,       // operands, with feature maps in the forward pass
     mapping,       // feature maps and their slopes, decays
     scoring,       // queries times keys within a chunk, and their mask
@@ -36,7 +36,7 @@ inline std::uint64_t ticks() {
 
 struct alignas(128) Stages {
     std::uint64_t spent[STAGES] = {}, since = ticks();
-    Stage now = outside;
+    Stage now = waiting;
 };
 constexpr int CLOCKS = 256;  // threads that can be measured
 inline Stages stages_of[CLOCKS];
@@ -50,8 +50,11 @@ inline void stage(Stage next) {
     mine.since = at, mine.now = next;
 }
 
-// out (256, STAGES): ticks by thread and stage since the last call; returns the number of threads. Call it when no kernel
-// runs.
+extern "C" __attribute__((weak, used, visibility("default"))) int longspan_stage_count();
+extern "C" int longspan_stage_count() { return STAGES; }
+
+// out (256, STAGES): ticks by thread and stage since the last call, whose sum is the same for every thread; returns the
+// number of threads. Call it when no kernel runs.
 extern "C" __attribute__((weak, used, visibility("default"))) int longspan_stages(std::uint64_t* out);
 extern "C" int longspan_stages(std::uint64_t* out) {
     const std::uint64_t at = ticks();
