@@ -41,6 +41,19 @@ IMPLEMENTATIONS = {
     "ft": "#7a52c7",
     "lstm": "#8c510a",
 }
+# Stages of a kernel: waiting and what only moves data in pale colors, products in strong ones.
+STAGES = {
+    "states": "#bbbbbb",
+    "reading": "#9ecae1",
+    "mapping": "#e69f00",
+    "scoring": "#0072b2",
+    "from state": "#009e73",
+    "within chunk": "#332288",
+    "solving": "#d55e00",
+    "updating": "#882255",
+    "writing": "#cc79a7",
+    "waiting": "#eeeeee",
+}
 BASELINE = "#666666"  # lines of reference
 
 

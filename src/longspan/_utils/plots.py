@@ -351,6 +351,65 @@ def _rwkv7(plt: Any, result: dict[str, Any]) -> Any:
     return figure
 
 
+def _profile(plt: Any, result: dict[str, Any]) -> Any:
+    """A bar for each kernel and length, divided by stage, with the share of the GEMM peak at its end; a panel per mode.
+
+    Waiting is a share of threads x wall time, the stages are shares of the rest, so that a bar has 100 %. Where stages
+    were not measured, the bar is the share of the peak itself.
+    """
+    rows = [row for row in result["rows"] if row["what"] == "sequence"]
+    modes = list(dict.fromkeys(row["mode"] for row in rows))
+    kernels, lengths = (list(dict.fromkeys(row[key] for row in rows)) for key in ("kernel", "length"))
+    # Half a bar of space between two kernels.
+    places = {
+        (kernel, length): i * (len(lengths) + 0.5) + j
+        for i, kernel in enumerate(kernels)
+        for j, length in enumerate(lengths)
+    }
+    size = (9.0, max(2.8, 1.6 + 0.21 * (len(kernels) * (len(lengths) + 0.5))))
+    figure, axes = plt.subplots(1, max(len(modes), 1), figsize=size, layout="constrained", squeeze=False, sharey=True)
+    staged = any("waiting" in row for row in rows)
+    for axis, mode in zip(axes.flat, modes, strict=False):
+        here = {places[row["kernel"], row["length"]]: row for row in rows if row["mode"] == mode}
+        ends = dict.fromkeys(here, 0.0)
+        for stage, color in palette.STAGES.items() if staged else ():
+            part = {at: 100 * _part(row, stage) for at, row in here.items()}
+            if any(part.values()):
+                axis.barh(list(part), list(part.values()), 0.86, [ends[at] for at in part], color=color, label=stage)
+            ends = {at: ends[at] + part[at] for at in here}
+        if not staged:
+            ends = {at: 100 * row["share"] for at, row in here.items()}
+            axis.barh(list(ends), list(ends.values()), 0.86, color=palette.IMPLEMENTATIONS["native"])
+        for at, row in here.items():
+            axis.text(ends[at] + 1, at, f"{row['share']:.0%}", va="center", fontsize=8.5)
+        what = "threads x wall time" if staged else "the peak of matrix products"
+        # The numbers at the ends take the room on the right.
+        axis.set(title=mode, xlabel=f"% of {what}", xlim=(0, 114 if staged else 1.2 * max([*ends.values(), 1e-9])))
+        if staged:
+            axis.set_xticks(range(0, 101, 20))
+        axis.grid(alpha=0.3, axis="x")
+        axis.tick_params(axis="y", length=0)
+    first = axes.flat[0]
+    first.set_yticks(
+        list(places.values()),
+        [f"{kernel}  {thousands(n)}" if n == lengths[0] else thousands(n) for kernel, n in places],
+    )
+    first.invert_yaxis()
+    legend(
+        figure,
+        axes.flat,
+        columns=6,
+        title="right of each bar: share of the peak of matrix products" if staged else None,
+    )
+    return figure
+
+
+def _part(row: dict[str, Any], stage: str) -> float:
+    """The part of threads x wall time in a stage, or waiting."""
+    waiting = row.get("waiting", 1.0)
+    return waiting if stage == "waiting" else (1 - waiting) * row.get(f"stage {stage}", 0.0)
+
+
 def _serve(plt: Any, result: dict[str, Any]) -> Any:
     """Tokens per second, and the time to the first token and between tokens, by number of streams."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.0, 3.4), layout="constrained")
@@ -510,6 +569,7 @@ PICTURES = {
     "convolution": _convolution,
     "transformers": _transformers,
     "rwkv7": _rwkv7,
+    "profile": _profile,
     "serve": _serve,
     "members": _members,
     "attention": _attention,

@@ -265,6 +265,49 @@ def _convolution(args) -> tuple[Generator, Callable]:
     return convolution.run(options, track), convolution.text
 
 
+def _profile_options(parser: Parser) -> None:
+    from ...bench.profile import KERNELS, Options
+
+    kernels = ", ".join(f"'{name}'" if " " in name else name for name in KERNELS)
+    parser.add_argument(
+        "kernels", type=str, nargs="*", metavar="KERNEL", help=f"what to measure, by default all: {kernels}"
+    )
+    lengths, batches = (",".join(map(str, numbers)) for numbers in (Options.lengths, Options.batches))
+    parser.add_argument("--lengths", type=str, default=lengths, metavar="N,...", help="lengths in tokens")
+    parser.add_argument("--heads", type=positive_int(MOST), default=Options.heads, help="attention heads")
+    parser.add_argument("--size", type=positive_int(MOST), default=Options.size, help="channels per head")
+    parser.add_argument(
+        "--batches",
+        type=str,
+        default=batches,
+        metavar="N,...",
+        help="batch sizes of the decode step; 0: do not measure it",
+    )
+    parser.add_argument(
+        "--rounds",
+        type=positive_int(ROUNDS),
+        default=Options.rounds,
+        help="samples per kernel and length; three times as many for the decode step",
+    )
+    parser.add_argument("--no-backward", action="store_true", help="measure the forward pass and the decode step only")
+
+
+def _profile(args) -> tuple[Generator, Callable]:
+    from ..._utils.progress import track
+    from ...bench import profile
+
+    options = profile.Options(
+        kernels=tuple(args.kernels) or tuple(profile.KERNELS),
+        lengths=numbers(args, "lengths"),
+        heads=args.heads,
+        size=args.size,
+        batches=() if args.batches == "0" else numbers(args, "batches"),
+        rounds=args.rounds,
+        backward=not args.no_backward,
+    )
+    return profile.run(options, track), profile.text
+
+
 def _limits_options(parser: Parser) -> None:
     parser.add_argument("--rounds", type=positive_int(ROUNDS), default=7, help="samples per figure")
 
@@ -340,6 +383,15 @@ OWN = {
         ),
         _serve_options,
         _serve,
+    ),
+    "profile": Benchmark(
+        "where the time of the native kernels goes: share of the GEMM peak, page faults, stages, decode steps",
+        (
+            "longspan bench profile --lengths 64 --batches 1 --rounds 1",
+            "longspan bench profile 'gated delta' --lengths 4096,16384 --no-backward",
+        ),
+        _profile_options,
+        _profile,
     ),
     "limits": Benchmark(
         "the limits of this machine: matrix products and memory bandwidth",

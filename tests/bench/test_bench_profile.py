@@ -1,0 +1,249 @@
+"""``longspan bench profile``: shares follow from clocks and times, and kernels with clocks compute the same values."""
+
+import csv
+import importlib.util
+import json
+import mmap
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longspan[plot]")
+
+from longspan._utils import palette
+from longspan.bench import candidates, case, gated, guard, limits, profile
+from longspan.cli.entry import WRONG, main
+from longspan.ops.native import build
+from longspan.ops.native.build import toolchain
+from longspan.ops.native.call import available
+
+ROOT = Path(__file__).resolve().parents[2]
+HEADER = toolchain.FOLDER / "shared" / "stages.h"
+SMALL = ["--lengths", "40,9", "--heads", "2", "--size", "8", "--batches", "1,3", "--rounds", "1", "--out", "o"]
+
+
+@pytest.fixture
+def kernels():
+    if not available("linear", "gated"):
+        pytest.skip("the native kernels are measured")
+
+
+@pytest.fixture
+def clocks(kernels):
+    try:
+        return {family: build.staged(family) for family in build.STAGED}
+    except build.Unavailable as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(autouse=True)
+def at(tmp_path, monkeypatch):
+    """A separate folder, short measurements, and a machine that is always quiet."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(limits, "gemms", lambda dtype: {"gemm 8": case.bound(limits.gemm(8, dtype))})
+    monkeypatch.setattr(guard.Guard, "quiet", lambda self: True)
+    monkeypatch.setattr(candidates, "LEAST", 0.0)
+    monkeypatch.setattr(profile, "SPENT", 0.0)
+    return tmp_path
+
+
+def ran(capsys, *words, code=0):
+    assert main(["bench", "profile", *words, *SMALL, "--debug"]) == code
+    out, _ = capsys.readouterr()
+    result = json.loads(Path("o/profile.json").read_text(encoding="utf-8"))
+    rows = list(csv.DictReader(Path("o/profile.csv").read_text(encoding="utf-8").splitlines()))
+    for read, row in zip(rows, result["rows"], strict=True):
+        assert {name: text for name, text in read.items() if text} == {k: str(v) for k, v in row.items()}
+    assert Path("o/profile.png").stat().st_size > 1000
+    return out, result
+
+
+def test_useful_operations():
+    assert profile.operations("linear", "forward", 64, 10) == 4 * 64 * 64 * 10
+    assert profile.operations("channel decay", "forward+backward", 8, 3) == 14 * 64 * 3
+    assert profile.operations("delta", "forward", 8, 3) == 6 * 64 * 3
+    assert profile.operations("gated delta", "forward+backward", 8, 3) == 20 * 64 * 3
+
+
+def test_shares_of_clocks():
+    # Three threads of 100 ticks, the last of which never ran.
+    rest = [0] * (len(profile.STAGES) - 3)
+    found = profile.shares([[20, 10, 70, *rest], [60, 0, 40, *rest], [100, 0, 0, *rest]], 2)
+    assert found["waiting"] == pytest.approx(1 - 120 / 200)
+    assert found["stage states"] == pytest.approx(10 / 120)
+    assert found["stage reading"] == pytest.approx(110 / 120)
+    assert sum(share for name, share in found.items() if name != "waiting") == pytest.approx(1)
+    assert profile.shares([[100, 0, 0, *rest]], 2) == {}
+
+
+def test_page_faults_are_counted():
+    blocks = []
+    calls, size = 5, 64 * mmap.PAGESIZE
+
+    def touch():
+        blocks.append(mmap.mmap(-1, size))
+        blocks[-1].write(bytes(size))
+
+    assert profile.paging(touch, calls)["faults"] >= 64
+    assert profile.paging(lambda: None, calls)["faults"] < 64
+
+
+def test_stages_are_those_of_the_kernels():
+    enum = re.search(r"enum Stage \{(.*?)\};", HEADER.read_text(encoding="utf-8"), re.DOTALL)
+    assert enum is not None
+    names = re.findall(r"^ +(\w+),", enum[1], re.MULTILINE)
+    assert tuple(name.replace("_", " ") for name in names) == profile.STAGES
+    assert {*palette.STAGES} == {*profile.STAGES}
+
+
+@pytest.mark.parametrize("kernel", ["linear", pytest.param("gated delta", marks=pytest.mark.full)])
+def test_kernels_with_clocks(kernel, clocks):
+    family = profile.KERNELS[kernel].family
+    library = clocks[family]
+    assert library.longspan_stage_count() == len(profile.STAGES)
+    given = profile.operands(kernel, 1, 600, 2, 8)
+    upstream = torch.randn(1, 2, 600, 8)
+
+    def outcome():
+        return gated.outcome(lambda t: profile.ours(kernel, "native", t), given, upstream, backward=True)
+
+    before, expected = build.loaded(family), outcome()
+    with build.using(family, library):
+        assert build.loaded(family) is library
+        profile.ticks(library)
+        found = outcome()
+        spent = profile.ticks(library)
+    assert build.loaded(family) is before
+    torch.testing.assert_close(found, expected)
+    assert len(spent) == build.CLOCKS
+    assert len({sum(thread) for thread in spent}) == 1
+    total = dict(zip(profile.STAGES, map(sum, zip(*spent, strict=True)), strict=True))
+    unused = {"linear": {"solving"}, "gated delta": set()}[kernel]
+    assert {name for name, ticks in total.items() if not ticks} == unused
+    assert sum(total.values()) - total["waiting"] < torch.get_num_threads() * sum(spent[0])
+
+
+def test_other_families_have_no_clocks():
+    with pytest.raises(ValueError, match="'pattern' do not measure stages; those of .*linear.* do"):
+        build.staged("pattern")
+
+
+@pytest.mark.parametrize("kernel", profile.STEPS)
+def test_token_steps_agree_with_the_definition(kernel, kernels):
+    assert profile._check_step(kernel, 3, profile.Options(heads=2, size=8)) < 1e-5
+
+
+def test_a_wrong_step_is_refused(monkeypatch, kernels):
+    alone = profile.Token.alone
+    monkeypatch.setattr(profile.Token, "alone", lambda token: lambda: (1.01 * alone(token)()[0], token.state))
+    with pytest.raises(candidates.Refused, match="its output is off the float64 definition by 0.01 at one token"):
+        profile._check_step("decay", 1, profile.Options(heads=2, size=8))
+
+
+def test_in_whole(capsys, clocks):
+    out, result = ran(capsys, "linear", "channel decay")
+    sequences = {(r["kernel"], r["mode"], r["length"]): r for r in result["rows"] if r["what"] == "sequence"}
+    modes = ("forward", "forward+backward")
+    assert set(sequences) == {(k, m, n) for k in ("linear", "channel decay") for m in modes for n in (9, 40)}
+    for (kernel, mode, length), row in sequences.items():
+        rate = profile.operations(kernel, mode, 8, 2 * length) / row["seconds"] / 1e9
+        assert row["gflops"] == pytest.approx(rate)
+        assert row["share"] == pytest.approx(rate / result["gemm_gflops"])
+        assert row["error"] < 1e-5
+        assert row["faults"] >= 0
+        assert 0 <= row["waiting"] < 1
+        assert sum(value for name, value in row.items() if name.startswith("stage ")) == pytest.approx(1)
+    steps = {(r["kernel"], r["batch"]): r for r in result["rows"] if r["what"] == "step"}
+    assert set(steps) == {("linear", 1), ("linear", 3)}
+    for row in steps.values():
+        assert row["to_bound"] == pytest.approx(row["seconds"] / row["bound_seconds"])
+        assert row["kernel_to_bound"] == pytest.approx(row["kernel_seconds"] / row["bound_seconds"])
+        assert row["to_empty"] == pytest.approx(row["seconds"] / row["empty_seconds"])
+    assert result["machine"]["instruction set"] == build.find("linear").isa
+    assert "forward: time (share of GEMM)" in out
+    assert "within chunk" in out
+    assert "kernel to bound" in out
+
+
+def test_without_a_compiler(capsys, monkeypatch, kernels):
+    def fails(family):
+        raise build.Unavailable("no C++ compiler was found")
+
+    monkeypatch.setattr(build, "staged", fails)
+    out, result = ran(capsys, "decay", "--no-backward")
+    assert "Skipped: stages: no C++ compiler was found" in out
+    assert {row["mode"] for row in result["rows"] if row["what"] == "sequence"} == {"forward"}
+    assert all("share" in row and "waiting" not in row for row in result["rows"] if row["what"] == "sequence")
+
+
+def test_a_wrong_kernel_gets_no_figure(capsys, monkeypatch, kernels):
+    ours = profile.ours
+    monkeypatch.setattr(
+        profile, "ours", lambda k, name, given: ours(k, name, given) * (1.01 if name == "native" else 1)
+    )
+    monkeypatch.setattr(profile, "staged", lambda families: ({}, "left out"))
+    out, result = ran(capsys, "delta", "--no-backward", code=1)
+    assert {row["what"] for row in result["rows"]} == {"step"}
+    assert "Refused: delta, forward, N 9: its output is off the float64 definition by 0.01" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["decays"], "unknown kernel 'decays'"),
+        (["--size", "2000"], "--size=2000: token steps serve less than 1024 channels; pass --batches 0"),
+    ],
+)
+def test_mistakes(words, message, capsys, kernels):
+    assert main(["bench", "profile", *words]) == WRONG
+    assert message in capsys.readouterr().err
+
+
+def row(what, **values):
+    return {"what": what, "kernel": "delta", "mode": "forward", **values}
+
+
+def test_tables_over_machines(at, monkeypatch):
+    spec = importlib.util.spec_from_file_location("performance_script", ROOT / "tools" / "performance.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    monkeypatch.setattr(script, "RESULTS", at)
+    monkeypatch.setattr(script, "MACHINES", ("new", "old", "none"))
+    assert "Not measured yet" in script.shares()
+    assert "Not measured yet" in script.token_steps()
+
+    new = {"rows": [row("sequence", length=4096, share=0.42), row("step", batch=64, to_bound=1.25)]}
+    avx2 = {"rows": [row("sequence", length=4096, share=0.33)]}
+    linear = {"candidate": "linear", "length": 4096}
+    attention = {
+        "rows": [{**linear, "mode": mode, "share": s} for mode, s in (("forward", 0.2), (profile.MODES[1], 0.1))]
+    }
+    native = {"candidate": "native", "rule": "delta"}
+    rows = [{**native, "mode": "forward", "seconds": 0.01}, {**native, "mode": "step", "batch": 64, "to_bound": 1.5}]
+    rows.append({**rows[0], "rule": "channel delta"})
+    options = {"batch": 1, "heads": 8, "length": 4096, "size": 64}
+    of_gated = {"rows": rows, "options": options, "gemm_gflops": 250.0}
+    step = {
+        "rows": [{"candidate": "linear", "batch": 1, "to_bound": 1.7}, {"candidate": "ft", "batch": 1, "to_bound": 9}]
+    }
+    files = {"new/profile": new, "new/profile_avx2": avx2, "new/step": step}
+    files |= {"old/attention": attention, "old/gated": of_gated, "old/step": step}
+    for name, result in files.items():
+        path = at / f"{name}.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(result))
+
+    share = 100 * 6 * 64 * 64 * 8 * 4096 / 0.01 / 1e9 / 250
+    shares = script.block("shares")
+    assert "| kernel | tokens | new | new, AVX2 kernels | old* |" in shares
+    assert f"| delta | 4,096 | 42 / - | 33 / - | {share:.0f} / - |" in shares
+    assert "| linear | 4,096 | - | - | 20 / 10 |" in shares
+    steps = script.block("token_steps")
+    assert "| delta | 64 | 1.25 | - | 1.50 |" in steps
+    assert "| linear | 1 | - | - | 1.70 |" in steps
+    assert "9.00" not in steps
