@@ -10,6 +10,9 @@ an argument it only writes the pages.
 
 A ``gpu.json`` of ``make gpu`` in FOLDER goes to ``benchmarks/results/CARD``. Its parts replace those of an earlier run
 on the same card; other parts stay. Each card gets a page, and the block ``gpu`` has the main figures of all cards.
+
+The blocks ``shares`` and ``token_steps`` are tables over all machines, from profile.json and profile_avx2.json. For a
+machine without profile.json they take attention.json, gated.json and step.json.
 """
 
 import importlib
@@ -19,9 +22,9 @@ import runpy
 import shutil
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from longspan.bench import report
+from longspan.bench import profile, report
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, RAW = DOCS / "results" / "performance.md", DOCS / "results" / "benchmarks"
@@ -51,6 +54,7 @@ KINDS = {
     "pattern": "pattern",
     "rwkv7": "rwkv7",
     "serve": "serve",
+    "profile": "profile",
 }
 # Name of a result -> the arguments of `longspan bench` that reproduce it.
 COMMANDS = {
@@ -71,6 +75,8 @@ COMMANDS = {
     "transformers_recurrent": "transformers mamba mamba_layer rwkv4 recurrentgemma xlstm --dtypes float32 --rounds 2",
     "rwkv7": "rwkv7 --rounds 2",
     "serve": "serve --rounds 3",
+    "profile": "profile",
+    "profile_avx2": "profile",
     "step": "step --peers",
     "generate": "generate --peers",
     "positions": "generate linear@engine softmax@engine linear@engine@bf16 ft --positions 784,3072,16384 --batches 1 "
@@ -81,6 +87,10 @@ SPECIAL = {
     ("xeon-avx512-2-cores", "shared"): "gated 'gated delta' 'channel delta' --size 128 --heads 32 --key-heads 16 "
     "--length 2048 --batches 1,16 --rounds 3",
 }
+# What stands before the command of a result.
+ENVIRONMENT = {"profile_avx2": "LONGSPAN_ISA=avx2 "}
+# Results whose figures are columns of the tables over all machines -> what is added to the name of the machine.
+PROFILES = {"profile": "", "profile_avx2": ", AVX2 kernels"}
 GPU = "gpu"
 UNMEASURED = (
     "Not measured yet. `make gpu` measures on a CUDA GPU, and `python tools/performance.py FOLDER` adds its gpu.json."
@@ -96,15 +106,119 @@ BLOCK = "<!-- {}:begin -->\n{}<!-- {}:end -->"
 
 
 def block(name: str) -> str:
-    """Return the picture of a result with its machine and a link to the raw figures, or how to measure it."""
-    if name == GPU:
-        return gpus()
+    """Return the picture of a result with its machine and a link to the raw figures, or how to measure it.
+
+    Some blocks are tables over all machines instead.
+    """
+    if name in TABLES:
+        return TABLES[name]()
     machine = next((m for m in MACHINES if (RESULTS / m / f"{name}.json").exists()), None)
     if machine is None:
         return f"\nNot measured yet. `python tools/performance.py FOLDER` adds {name}.json of a run's FOLDER.\n\n"
     picture = f"../../benchmarks/results/{machine}/{name}.png"
     raw = f"[raw figures](benchmarks/{machine}.md#{name.replace('.', '')})"
     return f"\n![{name}]({picture})\n\n*{TITLES.get(machine, machine)}; {raw}.*\n\n"
+
+
+class Column(NamedTuple):
+    """The figures of the kernels on one processor, or with one instruction set."""
+
+    title: str
+    shares: dict[tuple[str, int, str], float]
+    """kernel, tokens, mode -> the part of the GEMM peak"""
+    steps: dict[tuple[str, int], float]
+    """kernel, sequences -> the time of a token relative to scaling its state in place"""
+
+
+def columns() -> list[Column]:
+    """Return the figures of every machine."""
+    found = []
+    for machine in MACHINES:
+        title = TITLES.get(machine, machine)
+        results = {name: result_of(machine, name) for name in PROFILES}
+        if not results["profile"]["rows"]:
+            found.append(older(machine, f"{title}*"))
+        for name, result in results.items():
+            sequences, steps = ([r for r in result["rows"] if r["what"] == what] for what in ("sequence", "step"))
+            shares = {(row["kernel"], row["length"], row["mode"]): row["share"] for row in sequences}
+            bounds = {(row["kernel"], row["batch"]): row["to_bound"] for row in steps}
+            found.append(Column(title + PROFILES[name], shares, bounds))
+    return [column for column in found if column.shares or column.steps]
+
+
+def result_of(machine: str, name: str) -> dict[str, Any]:
+    """Return a result of a machine; one without rows if it was not measured."""
+    path = RESULTS / machine / f"{name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"rows": []}
+
+
+def older(machine: str, title: str) -> Column:
+    """Return what follows from the results of ``attention``, ``gated`` and ``step``."""
+    attention, gated, step = (result_of(machine, name) for name in ("attention", "gated", "step"))
+    shares = {
+        ("linear", row["length"], row["mode"]): row["share"]
+        for row in attention["rows"]
+        if row["candidate"] == "linear"
+    }
+    bounds = {("linear", row["batch"]): row["to_bound"] for row in step["rows"] if row["candidate"] == "linear"}
+    for row in gated["rows"]:
+        if row["candidate"] != "native" or row["rule"] not in profile.KERNELS:
+            continue
+        if row["mode"] == "step":
+            if row["rule"] in profile.STEPS:
+                bounds[row["rule"], row["batch"]] = row["to_bound"]
+            continue
+        options = gated["options"]
+        tokens = options["batch"] * options["heads"] * options["length"]
+        operations = profile.operations(row["rule"], row["mode"], options["size"], tokens)
+        share = operations / row["seconds"] / 1e9 / gated["gemm_gflops"]
+        shares[row["rule"], options["length"], row["mode"]] = share
+    return Column(title, shares, bounds)
+
+
+def shares() -> str:
+    """Return the table of shares of the GEMM peak."""
+    found = columns()
+    there = {key[:2] for column in found for key in column.shares}
+    cells = [
+        [kernel, f"{length:,}", *(_pair(column, kernel, length) for column in found)]
+        for kernel in profile.KERNELS
+        for length in sorted(n for name, n in there if name == kernel)
+    ]
+    above = "Percent of the rate of matrix products (GEMM) in the same run, forward / with backward. `-`: not measured."
+    return _across(above, "tokens", found, cells)
+
+
+def _pair(column: Column, kernel: str, length: int) -> str:
+    pair = [column.shares.get((kernel, length, mode)) for mode in profile.MODES]
+    return "-" if pair == [None, None] else " / ".join("-" if one is None else f"{100 * one:.0f}" for one in pair)
+
+
+def token_steps() -> str:
+    """Return the table of token steps relative to their bound."""
+    found = columns()
+    there = {key for column in found for key in column.steps}
+    cells = [
+        [kernel, f"{batch:,}", *(_cell(column.steps.get((kernel, batch))) for column in found)]
+        for kernel in profile.STEPS
+        for batch in sorted(n for name, n in there if name == kernel)
+    ]
+    return _across("Time of a token relative to scaling its state in place.", "sequences", found, cells)
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _across(above: str, by: str, found: list[Column], cells: list[list[str]]) -> str:
+    """Return a table with a column for each processor, as a block."""
+    if not cells:
+        return "\nNot measured yet. `python tools/performance.py FOLDER` adds profile.json of a run's FOLDER.\n\n"
+    head = ["kernel", by, *(column.title for column in found)]
+    lines = [above, "", *(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *cells))]
+    if any(column.title.endswith("*") for column in found):
+        lines += ["", "\\* from `bench attention`, `bench gated` and `bench step`, measured with earlier versions."]
+    return "\n" + "\n".join(lines) + "\n\n"
 
 
 def cards() -> list[str]:
@@ -222,8 +336,13 @@ def raw(machine: str) -> str:
         kind = result["benchmark"]
         text = report.show(result, importlib.import_module(f"longspan.bench.{KINDS[kind]}").text)
         command = SPECIAL.get((machine, name), COMMANDS[name])
-        parts.append(f"## {name}\n\n```sh\nlongspan bench {command}\n```\n\n```text\n{text}\n```")
+        command = f"{ENVIRONMENT.get(name, '')}longspan bench {command}"
+        parts.append(f"## {name}\n\n```sh\n{command}\n```\n\n```text\n{text}\n```")
     return "\n\n".join(parts) + "\n"
+
+
+# Name of a block without a picture -> its text.
+TABLES = {GPU: gpus, "shares": shares, "token_steps": token_steps}
 
 
 def main(folders: list[str]) -> None:
