@@ -50,7 +50,10 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     plt = pyplot()
     figure = PICTURES[result["benchmark"]](plt, result)
     facts = result["machine"]
-    figure.suptitle(f"{facts['processor']}, {facts['threads']} threads, torch {facts['torch']}", fontsize=9)
+    title = f"{facts['processor']}, {facts['threads']} threads, torch {facts['torch']}"
+    # In the results of benchmarks whose figures depend on it.
+    title += f", {facts['instruction set']}" if "instruction set" in facts else ""
+    figure.suptitle(title, fontsize=9)
     save(plt, figure, path)
 
 
