@@ -15,52 +15,17 @@ from longspan.serving.adapters import servable
 
 pytest.importorskip("transformers")
 
+from adapted_models import FLA, fla, generated, hybrid
+from pools import spoiled
+
 import hybrids
-from fla_laws import build
 from longspan.compat import transformers as on_cpu
+
+pytestmark = pytest.mark.usefixtures("restored")
 
 GREEDY = Sampling(temperature=0.0)
 NEW = 7
 RECURRENT = ("mamba", "falcon_mamba", "mamba2", "rwkv", "xlstm")
-FLA = {
-    "gated_deltanet": {"num_heads": 2, "head_dim": 8},
-    "rwkv7": {"head_dim": 16},
-    "gla": {"num_heads": 2},
-    "retnet": {"num_heads": 2},
-    "hybrid": {"num_heads": 2, "head_dim": 8, "attn": {"layers": [1], "num_heads": 4, "window_size": 5}},
-    "rwkv-hybrid": {"num_heads": 2, "attn": {"layers": [1], "num_heads": 4}},
-    "comba": {"num_heads": 2, "head_dim": 8},
-    "delta_net": {"num_heads": 2},
-    "gated_deltaproduct": {"num_heads": 2, "head_dim": 8, "num_householder": 2},
-    "hgrn": {},
-    "hgrn2": {"expand_ratio": 16, "num_heads": 2},
-    "kda": {"num_heads": 2, "head_dim": 8},
-    "lightnet": {"num_heads": 2},
-    "linear_attn": {"num_heads": 2},
-    "log_linear_mamba2": {"intermediate_size": None, "num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1},
-    "rwkv6": {"num_heads": 2},
-}
-TYPES = {"hybrid": "gated_deltanet", "rwkv-hybrid": "rwkv6"}
-
-
-@pytest.fixture(autouse=True)
-def restored():
-    """Nothing stays replaced after a test."""
-    yield
-    on_cpu.restore()
-
-
-def hybrid(kind, **more):
-    hybrids.served(kind)
-    if hybrids.version() < (5, 24):
-        pytest.skip("pools map caches from transformers 5.24 on")
-    made = hybrids.model(kind, **more)
-    on_cpu.accelerate(made)
-    return made
-
-
-def fla(name):
-    return build(TYPES.get(name, name), **FLA[name])
 
 
 def prompts(vocab, count=7, seed=0):
@@ -70,18 +35,11 @@ def prompts(vocab, count=7, seed=0):
 
 
 def alone(model, prompt, n=NEW):
-    ids = torch.tensor([prompt])
-    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
-    return model.generate(ids, max_new_tokens=n, **options)[0, len(prompt) :].tolist()
+    return generated(model, prompt, n)
 
 
 def pool(model, **options):
-    """A pool whose free slots are NaN."""
-    found = Pool(model, **({"slots": 3, "capacity": 40, "prefill": 5} | options))
-    for t in pytree.tree_leaves(found.state):
-        if t.is_floating_point():
-            t.fill_(float("nan"))
-    return found
+    return spoiled(Pool(model, **({"slots": 3, "capacity": 40, "prefill": 5} | options)))
 
 
 def crowded(model, vocab, **options):

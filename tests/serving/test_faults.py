@@ -22,11 +22,10 @@ import torch
 from torch.utils import _pytree as pytree
 
 httpx = pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
-pytest.importorskip("prometheus_client")
 
-from test_server import Running, decoder, text_of, until  # noqa: E402
+from pools import Failing, decoder  # noqa: E402
+from servers import Running, Scripted, gated, scripted, text_of, until  # noqa: E402
 
 from longspan.serving import Pool, pool, server  # noqa: E402
 from longspan.serving.requests import MOST_PROMPTS, MOST_STOP_CHARACTERS, completion  # noqa: E402
@@ -34,63 +33,6 @@ from longspan.serving.server import Limits  # noqa: E402
 from longspan.serving.text import Bytes  # noqa: E402
 
 PATH = "/v1/completions"
-
-
-class Gate:
-    """Lets the model's thread step only when the test does."""
-
-    def __init__(self, running):
-        self._step, self._semaphore, self.open, self.done = running.pool.step, threading.Semaphore(0), False, 0
-        running.pool.step = self._gated
-
-    def _gated(self):
-        if not self.open:
-            self._semaphore.acquire()
-        try:
-            return self._step()
-        finally:
-            self.done += 1
-
-    def step(self, n=1):
-        """Run n steps."""
-        for _ in range(n):
-            before = self.done
-            self._semaphore.release()
-            until(lambda before=before: self.done > before)
-
-    def release(self):
-        self.open = True
-        self._semaphore.release()
-
-
-@contextlib.contextmanager
-def gated(**options):
-    with Running(**options) as running:
-        gate = Gate(running)
-        try:
-            yield running, gate
-        finally:
-            gate.release()
-
-
-class Scripted:
-    """A model that gives these bytes, whatever it reads; the prompt is empty."""
-
-    def __init__(self, model, text):
-        self._model, self._text, self.likelihood, self.levels = model, text, self, 256
-
-    def __getattr__(self, name):
-        return getattr(self._model, name)
-
-    def __call__(self, tokens, state, **options):
-        outputs, after = self._model(tokens, state, **options)
-        outputs[:, :, 0] = after.position[:, None].to(outputs.dtype)
-        return outputs, after
-
-    def log_probs(self, outputs):
-        places = [int(place) - 1 for place in outputs[:, 0]]
-        tokens = torch.tensor([self._text[place % len(self._text)] for place in places])
-        return torch.nn.functional.one_hot(tokens, 256).float().log()
 
 
 def head(length, *lines, path=PATH, method="POST"):
@@ -121,32 +63,22 @@ def rest(client):
     return found
 
 
-def events(running, **body):
-    """The choices of a stream's events."""
-    answer = send(running, json.dumps(body | {"stream": True}).encode())
-    lines = [line[6:] for line in answer.text.splitlines() if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    return [json.loads(line)["choices"][0] for line in lines[:-1]]
-
-
-def send(running, body, kind="application/json"):
-    with httpx.Client(verify=False) as client:  # without a second for certificates
-        return client.post(running.url + PATH, content=body, headers={"content-type": kind}, timeout=60)
-
-
-def post(running, **body):
-    return send(running, json.dumps(body).encode())
-
-
 def works(running):
     """Whether the server still serves others, with the right text."""
-    answer = post(running, prompt="works", max_tokens=5, temperature=0)
+    answer = running.post(prompt="works", max_tokens=5, temperature=0)
     return answer.status_code == 200 and answer.json()["choices"][0]["text"] == text_of(running.alone("works", 5))
 
 
 @pytest.fixture(scope="module")
 def shared():
     with Running(pool={"prefix_bytes": 1 << 20}) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A server without a prefix cache."""
+    with Running() as running:
         yield running
 
 
@@ -167,9 +99,9 @@ def test_the_same_prompt_gives_the_same_text_after_a_hundred_others(shared):
 
             return await asyncio.gather(*map(one, range(100)))
 
-    first = post(shared, **body).json()["choices"]
+    first = shared.post(**body).json()["choices"]
     assert set(asyncio.run(others())) == {200}
-    assert post(shared, **body).json()["choices"] == first
+    assert shared.post(**body).json()["choices"] == first
 
 
 def test_a_snapshot_is_not_overwritten_by_those_who_continue_it(shared):
@@ -182,12 +114,12 @@ def test_a_snapshot_is_not_overwritten_by_those_who_continue_it(shared):
         leaves = [*pytree.tree_leaves(found.state), found.outputs]
         return hashlib.sha256(b"".join(t.contiguous().numpy().tobytes() for t in leaves)).hexdigest()
 
-    first, before = post(shared, **body).json()["choices"], digest()
+    first, before = shared.post(**body).json()["choices"], digest()
     for _ in range(2):
-        assert post(shared, **body | {"temperature": 1, "n": 3}).status_code == 200
+        assert shared.post(**body | {"temperature": 1, "n": 3}).status_code == 200
         for longer in ("keptx", "kept and continued"):  # read in place from the snapshot's copy
-            assert post(shared, prompt=longer, max_tokens=2).status_code == 200
-        assert post(shared, **body).json()["choices"] == first
+            assert shared.post(prompt=longer, max_tokens=2).status_code == 200
+        assert shared.post(**body).json()["choices"] == first
         assert digest() == before
 
 
@@ -248,55 +180,41 @@ def test_aborts_are_counted_once_and_only_for_clients_that_hang_up():
         for stream in (False, True):
             for more in ({}, {"stop": "\n"}, {"n": 2}):
                 body = {"prompt": "c", "max_tokens": 60, "stream": stream} | more
-                assert post(running, **body).status_code == 200
-        full = post(running, prompt=["a"] * 13, n=2)
+                assert running.post(**body).status_code == 200
+        full = running.post(prompt=["a"] * 13, n=2)
         assert full.status_code == 400
         until(lambda: running.pool.idle)
         assert running.metric("longspan_streams_cancelled") == 8
 
 
-def test_characters_of_several_bytes_are_never_cut():
+def test_characters_of_several_bytes_are_never_cut(plain):
     text = "河😀é-𝄞".encode()
     for cut in range(1, len(text) + 1):
-        with scripted(text) as running:
-            pieces = events(running, max_tokens=cut)
-            whole = post(running, max_tokens=cut).json()["choices"][0]["text"]
+        with scripted(plain, text) as running:
+            pieces = running.pieces(max_tokens=cut)
+            whole = running.post(max_tokens=cut).json()["choices"][0]["text"]
             expected = text[:cut].decode("utf-8", "replace")
             assert "".join(piece["text"] for piece in pieces) == whole == expected
             # Only the last piece may have what forms no character.
             assert all("\ufffd" not in piece["text"] for piece in pieces[:-1])
 
 
-@contextlib.contextmanager
-def scripted(text, _kept=[]):  # noqa: B006
-    """A server whose model gives these bytes; one server for all texts."""
-    if not _kept:
-        _kept.append(Running())
-    (running,) = _kept
-    running.pool.model = Scripted(running.model, text)
-    try:
-        yield running
-    finally:
-        until(lambda: running.pool.idle)
-        running.pool.model = running.model
-
-
-def test_stop_strings_are_cut_wherever_they_fall():
+def test_stop_strings_are_cut_wherever_they_fall(plain):
     text = "one two 河 three"
     for begin, end in itertools.combinations(range(0, len(text) + 1, 3), 2):
         stop = text[begin:end]
-        with scripted(text.encode()) as running:
+        with scripted(plain, text.encode()) as running:
             body = {"max_tokens": len(text.encode()), "stop": ["never", stop]}
-            pieces = events(running, **body)
-            found = post(running, **body).json()["choices"][0]
+            pieces = running.pieces(**body)
+            found = running.post(**body).json()["choices"][0]
             assert "".join(piece["text"] for piece in pieces) == found["text"] == text[: text.index(stop)]
             assert pieces[-1]["finish_reason"] == found["finish_reason"] == "stop"
 
 
-def test_a_beginning_of_a_stop_string_at_the_end_is_text():
-    with scripted(b"abcabc") as running:
+def test_a_beginning_of_a_stop_string_at_the_end_is_text(plain):
+    with scripted(plain, b"abcabc") as running:
         for n in range(1, 7):
-            found = post(running, max_tokens=n, stop="abcabcX").json()["choices"][0]
+            found = running.post(max_tokens=n, stop="abcabcX").json()["choices"][0]
             assert (found["text"], found["finish_reason"]) == ("abcabc"[:n], "length")
 
 
@@ -352,8 +270,8 @@ def test_a_prompt_of_64_kb_delays_a_token_by_one_piece():
             gate.step()
             assert {len(one.tokens) for one in streams} == {4 + i}
         assert running.pool.waiting == 0
-        assert b'"completion_tokens":1' in long.recv(1 << 16)
-        for client in (*clients, long):
+        assert '"completion_tokens":1' in body_of(long)
+        for client in clients:
             client.close()
 
 
@@ -395,7 +313,7 @@ def test_an_error_of_one_stream_is_not_that_of_others(monkeypatch):
             answer = body_of(client)
             assert text in answer
             assert "NaN" not in answer
-        assert post(running, prompt=[256], max_tokens=1).status_code == 400
+        assert running.post(prompt=[256], max_tokens=1).status_code == 400
         assert running.pool.idle
         assert httpx.get(f"{running.url}/readyz").status_code == 200
 
@@ -436,25 +354,12 @@ def test_waiting_prompts_outlive_a_failed_step():
         second = ask(running, prompt="good", max_tokens=4, temperature=0)
         until(lambda: running.pool.waiting == 2)
         gate.step()
-        running.pool.model = Broken(running.model)
+        running.pool.model = Failing(running.model)
         gate.step()
         running.pool.model = running.model
         gate.release()
         assert "RuntimeError: broken" in body_of(first)
         assert json.loads(body_of(second))["choices"][0]["text"] == text_of(running.alone("good", 4))
-
-
-class Broken:
-    """A model whose steps raise."""
-
-    def __init__(self, model):
-        self._model = model
-
-    def __getattr__(self, name):
-        return getattr(self._model, name)
-
-    def __call__(self, *args, **options):
-        raise RuntimeError("broken")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -471,7 +376,7 @@ def test_streams_do_not_wait_for_a_thread_that_has_ended():
         assert all("thread has ended" in body_of(client) for client in clients)
         assert httpx.get(f"{running.url}/readyz").status_code == 503
         assert httpx.get(f"{running.url}/healthz").status_code == 200
-        assert post(running, prompt="a").json()["error"]["code"] == "model_error"
+        assert running.post(prompt="a").json()["error"]["code"] == "model_error"
         assert running.pool.idle
 
 
@@ -528,9 +433,7 @@ def _hang_up(running, count, seed):
         thread.start()
     for thread in threads:
         thread.join()
-    until(lambda: running.pool.idle)
-    until(lambda: not running.http.server_state.connections)
-    until(lambda: not running.http.server_state.tasks)
+    running.settle()
 
 
 def _leftovers(running):
@@ -549,7 +452,7 @@ def test_disconnects_at_every_stage_leave_nothing(hang_ups=60):
         _hang_up(running, hang_ups, seed=0)
         assert running.pool.live == running.pool.waiting == 0
         assert running.metric("longspan_live_streams") == running.metric("longspan_waiting_streams") == 0
-        assert _leftovers(running) <= before + 2
+        until(lambda: _leftovers(running) <= before + 2)
         assert works(running)
 
 
@@ -562,7 +465,7 @@ def test_a_thousand_disconnects_leave_memory_flat():
         for seed in range(2, 6):
             _hang_up(running, 250, seed)
         assert running.pool.live == running.pool.waiting == 0
-        assert _leftovers(running) <= before + 2
+        until(lambda: _leftovers(running) <= before + 2)
         assert psutil.Process().memory_info().rss - size < 16 << 20
         assert works(running)
 
@@ -624,7 +527,7 @@ def test_bodies_without_an_end_are_cut(strict):
 
 
 def test_a_body_beyond_the_limit_is_answered(strict):
-    answer = send(strict, b" " * 70000)
+    answer = strict.send(b" " * 70000)
     assert answer.status_code == 413
     assert "65536 bytes" in answer.json()["error"]["message"]
 
@@ -638,30 +541,35 @@ def test_heads_without_an_end_are_refused(strict):
     assert works(strict)
 
 
-def test_connections_are_limited(strict):
-    until(lambda: not strict.http.server_state.connections)
-    clients = [dial(strict) for _ in range(30)]
-    until(lambda: len(strict.http.server_state.connections) == 30)
-    answer = rest(dial(strict, head(None, path="/healthz", method="GET")))
-    assert answer.startswith(b"HTTP/1.1 503") or answer == b""
-    if answer:
-        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "busy"
-    for client in clients:
-        assert rest(client) == b""
-    assert works(strict)
+def test_connections_are_limited():
+    with gated(limits=Limits(slow=0.4, connections=30), pool={"queue": 30}) as (running, gate):
+        # A connection stays while its request is not answered.
+        clients = [ask(running, prompt="a", max_tokens=1) for _ in range(30)]
+        until(lambda: running.pool.waiting == 30)
+        assert len(running.http.server_state.connections) == 30
+        answer = rest(dial(running, head(None, path="/healthz", method="GET")))
+        assert answer.startswith(b"HTTP/1.1 503") or answer == b""
+        if answer:
+            assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "busy"
+        gate.release()
+        # Each is answered, and then dropped without another byte.
+        for client in clients:
+            assert _whole(rest(client))
+        assert works(running)
 
 
 def test_a_reader_of_one_byte_at_a_time_has_bounded_memory():
     limits = Limits(slow=1, tokens=10**6, backlog=50)
-    with Running(limits=limits, pool={"slots": 2}) as running:
+    with gated(limits=limits, pool={"slots": 2}) as (running, gate):
         running.http.servers[0].sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         data = json.dumps({"prompt": "a", "max_tokens": 10**6, "stream": True, "logprobs": 20}).encode()
         client = dial(running, b"", SO_RCVBUF=4096)
         client.sendall(head(len(data)) + data)
-        until(lambda: running.pool.live == 1)
+        gate.step()
         (stream,) = running.pool.rows
         deepest = 0
         queues = _objects(asyncio.Queue)
+        gate.release()
 
         def ended():
             nonlocal deepest
@@ -743,7 +651,7 @@ def _loop_of(running):
     ids=lambda value: str(value[:30]) if isinstance(value, bytes) else None,
 )
 def test_malicious_bodies_are_refused(strict, body, status, message):
-    answer = send(strict, body)
+    answer = strict.send(body)
     assert answer.status_code == status
     error = answer.json()["error"]
     assert message in error["message"]
@@ -755,17 +663,17 @@ def test_every_depth_of_a_body_is_refused(strict):
     """Where parsing just succeeds, the message about it does too."""
     for depth in range(900, 1000, 3):
         body = b'{"logit_bias": ' + b"[" * depth + b"]" * depth + b"}"
-        answer = send(strict, body)
+        answer = strict.send(body)
         assert answer.status_code == 400
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
 def test_other_types_of_content_are_refused(shared, kind):
     """A page of another origin may send these without asking."""
-    answer = send(shared, b'{"prompt": "a"}', kind)
+    answer = shared.send(b'{"prompt": "a"}', kind)
     assert answer.status_code == 415
     assert kind in answer.json()["error"]["message"]
-    assert send(shared, b'{"max_tokens": 1}', "application/json; charset=utf-8").status_code == 200
+    assert shared.send(b'{"max_tokens": 1}', "application/json; charset=utf-8").status_code == 200
 
 
 def test_hosts_that_are_none_change_nothing(shared):
@@ -802,15 +710,15 @@ def test_an_upgrade_to_websockets_is_answered_as_http(shared):
 
 
 def test_offsets_of_tokens_count_the_prompt_where_it_is_echoed(shared):
-    found = post(shared, prompt="ab", max_tokens=3, temperature=0, echo=True, logprobs=0).json()["choices"][0]
+    found = shared.post(prompt="ab", max_tokens=3, temperature=0, echo=True, logprobs=0).json()["choices"][0]
     assert found["text"] == "ab" + text_of(shared.alone("ab", 3))
     assert found["logprobs"]["text_offset"][0] == 2
     assert len(found["logprobs"]["tokens"]) == 3
 
 
-def test_impossible_tokens_have_a_number(shared):
-    with scripted(b"ab") as running:
-        found = post(running, max_tokens=2, logprobs=2).json()["choices"][0]["logprobs"]
+def test_impossible_tokens_have_a_number(plain):
+    with scripted(plain, b"ab") as running:
+        found = running.post(max_tokens=2, logprobs=2).json()["choices"][0]["logprobs"]
     assert found["token_logprobs"] == [0.0, 0.0]
     assert min(found["top_logprobs"][0].values()) == -9999.0
 
@@ -821,7 +729,7 @@ def test_an_error_of_the_server_has_the_form_of_others(monkeypatch):
 
     with Running() as running:
         monkeypatch.setattr(server, "completion", broken)
-        answer = post(running, prompt="a")
+        answer = running.post(prompt="a")
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "internal_error"
         assert "a bug" not in answer.text
@@ -859,7 +767,7 @@ def test_the_description_has_the_bounds_that_are_checked(shared):
     assert accepts(stop="s" * MOST_STOP_CHARACTERS)
     assert accepts(prompt=[""] * MOST_PROMPTS)
     assert not accepts(prompt=[""] * (MOST_PROMPTS + 1))
-    unknown = post(shared, foo=1).json()["error"]["message"]
+    unknown = shared.post(foo=1).json()["error"]["message"]
     assert unknown.endswith(", ".join(known))
 
 
@@ -885,13 +793,13 @@ def test_the_description_names_every_route():
 @pytest.mark.parametrize("text", [True, False])
 def test_events_have_the_form_of_the_description(text):
     jsonschema = pytest.importorskip("jsonschema")
-    with Running(decoder(256 if text else 17), codec=text) as running:
+    with Running(decoder(vocab=256 if text else 17), codec=text) as running:
         document = httpx.get(f"{running.url}/openapi.json").json()
         name = "TextEvent" if text else "TokenEvent"
         schema = {**document, "$ref": f"#/components/schemas/{name}"}
         options = {"max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}, "n": 2}
         for more in ({}, {"logprobs": 0}, {"logprobs": 2}, {"echo": True}):
-            lines = post(running, **options, **more).text.splitlines()
+            lines = running.post(**options, **more).text.splitlines()
             found = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
             assert len(found) > 3
             for event in found:

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from pools import spoiled
 from torch.utils import _pytree as pytree
 
 import longspan
@@ -69,10 +70,7 @@ class Machine(RuleBasedStateMachine):
         self.spoil()
 
     def spoil(self):
-        """Fill the free slots with NaN."""
-        for t in pytree.tree_leaves(self.pool.state):
-            if t.is_floating_point():
-                t[self.pool.live :] = float("nan")
+        spoiled(self.pool)
 
     def submit(self, history, prompt, most, ways, stop, state=None):
         room = QUEUE + max(0, SLOTS - self.pool.live) - self.pool.waiting

@@ -8,7 +8,8 @@ import re
 import threading
 
 import pytest
-from test_server import Running, decoder, until
+from pools import Wrapped, decoder
+from servers import Running, until
 
 from browser import Browser, chromium
 from longspan.cli import main
@@ -46,20 +47,18 @@ def opened(browser, running, *, errors=(), **options):
         assert all(address.startswith((running.url, "data:,")) for address in addresses)
 
 
-class Gated:
+class Gated(Wrapped):
     """A model whose calls wait for leave."""
 
     def __init__(self, running):
-        self._model, self._leave, self._open = running.pool.model, threading.Semaphore(0), False
+        super().__init__(running.pool.model)
+        self._leave, self._open = threading.Semaphore(0), False
         running.pool.model = self
-
-    def __getattr__(self, name):
-        return getattr(self._model, name)
 
     def __call__(self, *args, **options):
         if not self._open:
             self._leave.acquire()
-        return self._model(*args, **options)
+        return super().__call__(*args, **options)
 
     def allow(self, steps):
         self._leave.release(steps)

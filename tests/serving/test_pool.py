@@ -2,6 +2,7 @@
 
 import copy
 
+import pools
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -29,18 +30,11 @@ def prompts(count, seed=0):
 
 
 def alone(model, prompt, n=9):
-    return longspan.generate(model, torch.tensor([prompt], dtype=torch.long), max_new_tokens=n, temperature=0)[
-        0
-    ].tolist()
+    return pools.alone(model, prompt, n)
 
 
 def pool(model, **options):
-    """A pool whose free slots are NaN."""
-    found = Pool(model, **({"slots": 4, "capacity": 40, "prefill": 5} | options))
-    for t in pytree.tree_leaves(found.state):
-        if t.is_floating_point():
-            t.fill_(float("nan"))
-    return found
+    return pools.spoiled(Pool(model, **({"slots": 4, "capacity": 40, "prefill": 5} | options)))
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
@@ -102,18 +96,16 @@ def test_several_streams_of_one_prompt_read_it_once():
     assert streams[0].tokens == streams[1].tokens == alone(model, [1, 2, 3], 4)
 
 
-class Counted:
+class Counted(pools.Wrapped):
     """A model that records the shapes of its calls."""
 
     def __init__(self, model, calls):
-        self._model, self._calls = model, calls
-
-    def __getattr__(self, name):
-        return getattr(self._model, name)
+        super().__init__(model)
+        self._calls = calls
 
     def __call__(self, tokens, *args, **options):
         self._calls.append(tuple(tokens.shape))
-        return self._model(tokens, *args, **options)
+        return super().__call__(tokens, *args, **options)
 
 
 def test_known_beginnings_are_not_read_again():

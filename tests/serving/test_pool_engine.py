@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from pools import alone, spoiled
 from torch.utils import _pytree as pytree
 
 import longspan
@@ -39,10 +40,7 @@ def test_streams_that_come_and_go_draw_the_tokens_of_the_modules(spec, calls):
     own = model(spec)
     generator = torch.Generator().manual_seed(1)
     given = [torch.randint(0, 37, (n,), generator=generator).tolist() for n in (0, 3, 9, 1, 5, 2, 7)]
-    crowd = Pool(own, slots=3, capacity=30, prefill=4)
-    for t in pytree.tree_leaves(crowd.state):
-        if t.is_floating_point():
-            t.fill_(float("nan"))
+    crowd = spoiled(Pool(own, slots=3, capacity=30, prefill=4))
     before = [t.data_ptr() for t in pytree.tree_leaves(crowd.state)]
     streams = [crowd.submit(p, max_new_tokens=4 + 2 * i, sampling=GREEDY)[0] for i, p in enumerate(given)]
     crowd.run()
@@ -50,8 +48,7 @@ def test_streams_that_come_and_go_draw_the_tokens_of_the_modules(spec, calls):
     assert [t.data_ptr() for t in pytree.tree_leaves(crowd.state)] == before
     with backend("torch"):
         for i, prompt in enumerate(given):
-            alone = longspan.generate(own, torch.tensor([prompt]).long(), max_new_tokens=4 + 2 * i, temperature=0)
-            assert streams[i].tokens == alone[0].tolist()
+            assert streams[i].tokens == alone(own, prompt, 4 + 2 * i)
 
 
 def test_a_state_kept_goes_on(calls):
@@ -84,5 +81,4 @@ def test_another_backend_or_model_runs_the_modules(calls):
     crowd.run()
     assert len(calls) == 3
     with backend("torch"):
-        alone = longspan.generate(own, torch.tensor([[1, 2]]), max_new_tokens=9, temperature=0)
-    assert stream.tokens == alone[0].tolist()
+        assert stream.tokens == alone(own, [1, 2], 9)

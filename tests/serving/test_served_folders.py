@@ -1,8 +1,7 @@
 """``longspan serve FOLDER``: runs with a tokenizer, hub folders, flash-linear-attention, hybrids of transformers."""
 
+import functools
 import json
-import threading
-import time
 
 import pytest
 import torch
@@ -10,32 +9,23 @@ import torch
 import longspan
 from longspan.cli.serve import _loaded
 from longspan.data import documents, tokenization
-from longspan.serving import Pool
 from longspan.serving.text import Bytes
 from longspan.serving.tokenized import Tokenized
 
-httpx = pytest.importorskip("httpx")
-uvicorn = pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
-pytest.importorskip("prometheus_client")
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 
-import hybrids  # noqa: E402
-from fla_laws import build  # noqa: E402
-from longspan.compat import transformers as on_cpu  # noqa: E402
-from longspan.serving.server import Server  # noqa: E402
+import adapted_models
+import servers
+
+import hybrids
+from fla_laws import build
+from longspan.compat import transformers as on_cpu
 
 TEXT = "The old man looked at the river for a long while. 河川の水は高く、老人は長い間見ていた。 😀"
 PROMPT = "The old 河"
 NEW = 24
-
-
-@pytest.fixture(autouse=True)
-def restored():
-    """Nothing stays replaced after a test."""
-    yield
-    on_cpu.restore()
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 @pytest.fixture(scope="module")
@@ -45,41 +35,20 @@ def tokenizer(tmp_path_factory):
     return tokenization.train_bpe(documents.sources([str(file)]), 280)
 
 
-class Running:
-    """A server of a folder in a thread."""
+class Running(servers.Running):
+    """A server of a folder."""
 
     def __init__(self, folder, stop="", **pool):
-        self.model, self.codec, _ = _loaded(str(folder), stop)
-        self.server = Server(Pool(self.model, **({"slots": 4} | pool)), name="tiny", codec=self.codec)
-        self.http = uvicorn.Server(uvicorn.Config(self.server.app, port=0, log_level="error", lifespan="off"))
-        self.http.install_signal_handlers = lambda: None
-        self.thread = threading.Thread(target=self.http.run, daemon=True)
-        self.thread.start()
-        end = time.monotonic() + 60
-        while not self.http.started:
-            assert time.monotonic() < end, "the server did not start"
-            time.sleep(0.01)
-        self.url = f"http://127.0.0.1:{self.http.servers[0].sockets[0].getsockname()[1]}/v1"
+        model, codec, _ = _loaded(str(folder), stop)
+        super().__init__(model, codec=codec, pool={"slots": 4} | pool)
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.http.should_exit = True
-        self.thread.join(10)
-        self.server.close()
+    def post(self, **body):
+        return super().post(**({"prompt": PROMPT, "max_tokens": NEW, "temperature": 0} | body))
 
     def choice(self, **body):
-        given = {"prompt": PROMPT, "max_tokens": NEW, "temperature": 0} | body
-        found = httpx.post(f"{self.url}/completions", json=given, timeout=60).json()
+        found = self.post(**body).json()
         assert "choices" in found, found
         return found["choices"][0]
-
-    def streamed(self, **body):
-        given = {"prompt": PROMPT, "max_tokens": NEW, "temperature": 0, "stream": True} | body
-        with httpx.stream("POST", f"{self.url}/completions", json=given, timeout=60) as answer:
-            lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
-        return [json.loads(line)["choices"][0] for line in lines if line != "[DONE]"]
 
 
 def served(folder, expected, **pool):
@@ -99,7 +68,7 @@ def served(folder, expected, **pool):
         assert choice["finish_reason"] == "length"
         assert choice["logprobs"]["tokens"] == [codec.name(token) for token in tokens]
         assert running.choice(echo=True)["text"] == PROMPT + choice["text"]
-        pieces = running.streamed()
+        pieces = running.pieces()
         assert "".join(piece["text"] for piece in pieces) == choice["text"]
         assert len(pieces) > 2
         word = codec.tokenizer.id_to_token(tokens[5])
@@ -111,13 +80,7 @@ def served(folder, expected, **pool):
 
 def generated(model):
     """What ``generate`` of transformers writes after tokens."""
-
-    def tokens(given):
-        ids = torch.tensor([given])
-        options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": None}
-        return model.generate(ids, max_new_tokens=NEW, do_sample=False, **options)[0, len(given) :].tolist()
-
-    return tokens
+    return functools.partial(adapted_models.generated, model, n=NEW)
 
 
 def decoder(tokenizer, vocab, data):

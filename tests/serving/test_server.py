@@ -8,83 +8,19 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
-import torch
-from torch.utils import _pytree as pytree
 
-import longspan
 from longspan.cli import main
-from longspan.serving import Pool
 
 httpx = pytest.importorskip("httpx")
-uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
-pytest.importorskip("prometheus_client")
 
-from longspan.serving.connection import protocol  # noqa: E402
-from longspan.serving.server import Limits, Server  # noqa: E402
+from pools import Failing, decoder  # noqa: E402
+from servers import Running, events, gated, text_of, until  # noqa: E402
+
+from longspan.serving.server import Limits  # noqa: E402
 from longspan.serving.text import Bytes, Stops  # noqa: E402
-
-
-def decoder(vocab=256, attention="gated_deltanet"):
-    torch.manual_seed(0)
-    config = {"vocab": vocab, "positions": "none", "dim": 16, "heads": 2, "depth": 2, "attention": attention}
-    return longspan.Decoder(longspan.DecoderConfig(**config)).eval()
-
-
-class Running:
-    """A server in a thread."""
-
-    def __init__(self, model=None, *, codec=True, pool=None, **options):
-        self.model = model or decoder()
-        self.pool = Pool(self.model, **({"slots": 8, "queue": 8, "capacity": 0, "prefix_bytes": 0} | (pool or {})))
-        for t in pytree.tree_leaves(self.pool.state):
-            if t.is_floating_point():
-                t.fill_(float("nan"))
-        self.server = Server(self.pool, name="tiny", codec=Bytes() if codec else None, **options)
-        http = protocol(self.server.limits)
-        config = uvicorn.Config(self.server.app, port=0, http=http, ws="none", log_level="error", lifespan="off")
-        self.http = uvicorn.Server(config)
-        self.http.install_signal_handlers = lambda: None
-        self.thread = threading.Thread(target=self.http.run, daemon=True)
-        self.thread.start()
-        until(lambda: self.http.started)
-        self.port = self.http.servers[0].sockets[0].getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.http.should_exit = True
-        self.thread.join(10)
-        self.server.close()
-
-    def post(self, **body):
-        return httpx.post(f"{self.url}/v1/completions", json=body, timeout=60)
-
-    def metric(self, name):
-        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        (found,) = [line for line in lines if line.startswith(f"{name} ")]
-        return float(found.split()[1])
-
-    def alone(self, prompt, n):
-        tokens = torch.tensor([list(prompt.encode())])
-        return bytes(longspan.generate(self.model, tokens, max_new_tokens=n, temperature=0)[0].tolist())
-
-
-def until(holds, seconds=60):
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
-
-
-def text_of(found):
-    return found.decode("utf-8", "replace")
 
 
 @pytest.fixture(scope="module")
@@ -109,9 +45,7 @@ def test_a_stream_gives_the_same_text(running):
     with httpx.stream("POST", f"{running.url}/v1/completions", json=options | {"stream": True}, timeout=60) as answer:
         assert answer.headers["cache-control"] == "no-cache"
         assert answer.headers["x-accel-buffering"] == "no"
-        lines = [line[6:] for line in answer.iter_lines() if line.startswith("data: ")]
-    assert lines[-1] == "[DONE]"
-    pieces = [json.loads(line)["choices"][0] for line in lines[:-1]]
+        pieces = [event["choices"][0] for event in events(answer.iter_lines())]
     assert "".join(piece["text"] for piece in pieces) == whole
     assert [piece["finish_reason"] for piece in pieces if piece["finish_reason"]] == ["length"]
 
@@ -235,15 +169,16 @@ def test_bodies_that_are_no_json_and_too_large_ones_are_refused(running):
 def test_clients_that_hang_up_free_their_slots():
     generator = random.Random(0)
     with Running(pool={"slots": 4, "queue": 400}) as running:
+        worker = running.server.worker
 
         async def one(client, i):
-            body = {"prompt": f"{i}" * 9, "max_tokens": 400, "stream": i % 2 == 0, "n": 1 + i % 3}
-            try:
-                await asyncio.wait_for(
-                    client.post(f"{running.url}/v1/completions", json=body), generator.random() * 0.3
-                )
-            except (TimeoutError, httpx.HTTPError):
-                return
+            body = {"prompt": f"{i}" * 9, "max_tokens": 4000, "stream": i % 2 == 0, "n": 1 + i % 3}
+            hang_up = worker.drawn + generator.randrange(200)
+            asked = asyncio.create_task(client.post(f"{running.url}/v1/completions", json=body))
+            while worker.drawn < hang_up:
+                await asyncio.sleep(0.001)
+            asked.cancel()
+            await asyncio.wait([asked])
 
         async def crowd():
             async with httpx.AsyncClient(timeout=60) as client:
@@ -251,7 +186,7 @@ def test_clients_that_hang_up_free_their_slots():
                     await asyncio.gather(*(one(client, i) for i in range(10)))
 
         asyncio.run(crowd())
-        until(lambda: running.pool.idle)
+        running.settle()
         assert running.metric("longspan_live_streams") == running.metric("longspan_waiting_streams") == 0
         assert running.metric("longspan_streams_cancelled") > 0
         found = running.post(prompt="after", max_tokens=8, temperature=0).json()["choices"][0]["text"]
@@ -260,15 +195,17 @@ def test_clients_that_hang_up_free_their_slots():
 
 
 def test_a_full_server_answers_429():
-    with Running(pool={"slots": 1, "queue": 0}) as running:
+    with gated(pool={"slots": 1, "queue": 0}) as (running, gate):
         body = {"prompt": "a", "max_tokens": 4000, "stream": True}
         with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as first:
+            gate.step()
             lines = first.iter_lines()  # whose end would close the connection
             next(lines)
             answer = running.post(prompt="b", max_tokens=1)
             assert answer.status_code == 429
             assert answer.headers["retry-after"] == "1"
             assert answer.json()["error"]["code"] == "overloaded"
+        gate.release()
         until(lambda: running.pool.idle)
         assert running.post(prompt="b", max_tokens=1).status_code == 200
 
@@ -320,19 +257,6 @@ def test_an_error_of_the_model_ends_its_requests_only():
         assert httpx.get(f"{running.url}/readyz").status_code == 200
 
 
-class Failing:
-    """A model whose calls raise."""
-
-    def __init__(self, model):
-        self._model = model
-
-    def __getattr__(self, name):
-        return getattr(self._model, name)
-
-    def __call__(self, *args, **options):
-        raise RuntimeError("broken")
-
-
 def test_a_key_is_required_where_one_is_set():
     with Running(api_key="secret") as running:
         url = f"{running.url}/v1/models"
@@ -349,15 +273,14 @@ def test_a_client_that_reads_nothing_is_dropped():
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
             client.sendall(head + body)
-            until(lambda: running.pool.live > 0)
-            until(lambda: running.pool.idle, 60)
+            until(lambda: running.server.worker.drawn)
+            until(lambda: running.pool.idle)
 
 
 def test_a_model_without_text_takes_and_gives_tokens():
     with Running(decoder(vocab=17), codec=False) as running:
         found = running.post(prompt=[1, 2, 3], max_tokens=4, temperature=0).json()["choices"][0]
-        tokens = longspan.generate(running.model, torch.tensor([[1, 2, 3]]), max_new_tokens=4, temperature=0)
-        assert found["tokens"] == tokens[0].tolist()
+        assert found["tokens"] == running.alone([1, 2, 3], 4)
         assert "no text" in running.post(prompt="abc").json()["error"]["message"]
         echoed = running.post(prompt=[1, 2, 3], max_tokens=4, temperature=0, echo=True).json()["choices"][0]
         assert echoed["tokens"] == [1, 2, 3, *found["tokens"]]

@@ -18,41 +18,18 @@ pytest.importorskip("prometheus_client")
 pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
+from adapted_models import fla, generated, hybrid  # noqa: E402
 from starlette.testclient import TestClient  # noqa: E402
 
 import hybrids  # noqa: E402
 from fla_laws import build  # noqa: E402
-from longspan.compat import transformers as on_cpu  # noqa: E402
 from longspan.serving.server import Server  # noqa: E402
 from longspan.serving.turns import cut  # noqa: E402
 
 END = tokenization.END
 LETTERS = "abcdefghij"
-FLA = {
-    "gated_deltanet": {"num_heads": 2, "head_dim": 8},
-    "hybrid": {"num_heads": 2, "head_dim": 8, "attn": {"layers": [1], "num_heads": 4, "window_size": 5}},
-    "rwkv7": {"head_dim": 16},
-}
-
-
-@pytest.fixture(autouse=True)
-def restored():
-    """Nothing stays replaced after a test."""
-    yield
-    on_cpu.restore()
-
-
-def hybrid(kind, **more):
-    hybrids.served(kind)
-    if hybrids.version() < (5, 24):
-        pytest.skip("pools map caches from transformers 5.24 on")
-    made = hybrids.model(kind, **more)
-    on_cpu.accelerate(made)
-    return made
-
-
-def fla(name):
-    return build("gated_deltanet" if name == "hybrid" else name, **FLA[name])
+FLA = ("gated_deltanet", "hybrid", "rwkv7")
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 @contextlib.contextmanager
@@ -77,12 +54,6 @@ def turn(client, session, prompt, n):
     return post(client, "completions", **options)["choices"][0]
 
 
-def alone(model, prompt, n):
-    ids = torch.tensor([prompt])
-    options = {"attention_mask": torch.ones_like(ids), "pad_token_id": 0, "eos_token_id": None, "do_sample": False}
-    return model.generate(ids, max_new_tokens=n, **options)[0, len(prompt) :].tolist()
-
-
 def continues(model, folder):
     """Turns continue one text, each in a server of its own if there is a folder, and forks part."""
     whole, session, client = [5, 6, 7, 8], "", None
@@ -92,19 +63,19 @@ def continues(model, folder):
                 end.close()
                 client = end.enter_context(serving(model, folder))
             session = session or post(client, "sessions", prompt=whole)["id"]
-            drawn = alone(model, [*whole, *given], n)
+            drawn = generated(model, [*whole, *given], n)
             assert turn(client, session, given, n)["tokens"] == drawn
             whole += [*given, *drawn]
             assert client.get(f"/v1/sessions/{session}").json()["tokens"] == whole
         assert client is not None
         fork = post(client, "sessions", fork_from=session, prompt=[3])["id"]
         turn(client, session, [], 2)
-        assert turn(client, fork, [], 4)["tokens"] == alone(model, [*whole, 3], 4)
+        assert turn(client, fork, [], 4)["tokens"] == generated(model, [*whole, 3], 4)
         # Without a start token, the first token of a session is read with the first turn.
         for first in ([], [4]):
             begun = post(client, "sessions", prompt=first)["id"]
             assert client.get(f"/v1/sessions/{begun}").json()["tokens"] == first
-            assert turn(client, begun, [7], 3)["tokens"] == alone(model, [*first, 7], 3)
+            assert turn(client, begun, [7], 3)["tokens"] == generated(model, [*first, 7], 3)
         empty = post(client, "sessions")["id"]
         answer = client.post("/v1/completions", json={"session": empty})
         assert answer.status_code == 400
@@ -183,7 +154,7 @@ def test_special_tokens_begin_a_session_and_no_turn():
         empty, begun = post(client, "sessions")["id"], post(client, "sessions", prompt="ab")["id"]
         assert client.get(f"/v1/sessions/{empty}").json()["tokens"] == [0]
         for session, first in ((empty, [0]), (begun, [0, 1, 2])):
-            drawn = alone(model, [*first, 3, 5], 4)
+            drawn = generated(model, [*first, 3, 5], 4)
             assert turn(client, session, "ce", 4)["text"] == decoded(codec(), drawn)
             assert client.get(f"/v1/sessions/{session}").json()["tokens"] == [*first, 3, 5, *drawn]
         fork = post(client, "sessions", fork_from=begun, prompt="a")["id"]
@@ -192,7 +163,7 @@ def test_special_tokens_begin_a_session_and_no_turn():
 
 def test_a_token_that_ends_a_stream_stays_in_the_session():
     model = build("gla", vocab_size=12, num_heads=2)
-    whole = alone(model, [1, 2], 5)
+    whole = generated(model, [1, 2], 5)
     found = codec(ends=[whole[2]])
     at = whole.index(whole[2])
     with serving(model, codec=found) as client:

@@ -1,14 +1,12 @@
 """Sessions over HTTP: turns continue one text, forks part, and what does not finish changes nothing."""
 
 import contextlib
-import json
 import os
 import random
 import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -18,56 +16,34 @@ import longspan
 from longspan import states
 from longspan.serving import Pool, Session, SessionError, Sessions
 from longspan.serving.sessions import continued, model_digest
-from longspan.serving.text import Bytes, decoded
+from longspan.serving.text import Bytes
 
 httpx = pytest.importorskip("httpx")
-uvicorn = pytest.importorskip("uvicorn")
 pytest.importorskip("starlette")
-pytest.importorskip("prometheus_client")
 
-from longspan.serving.connection import protocol  # noqa: E402
-from longspan.serving.server import Server  # noqa: E402
+import pools  # noqa: E402
+import servers  # noqa: E402
+from pools import Failing  # noqa: E402
+from servers import Gate, events, text_of, until  # noqa: E402
+
+from longspan.serving.server import Limits  # noqa: E402
 from longspan.serving.turns import cut  # noqa: E402
 
 NONE = "sess-" + "0" * 32
+LONG = 1_000_000  # tokens, more than a test draws
 
 
-def decoder(attention="gated_deltanet", vocab=256, seed=0):
-    torch.manual_seed(seed)
-    config = {"vocab": vocab, "positions": "none", "dim": 16, "heads": 2, "depth": 2, "attention": attention}
-    return longspan.Decoder(longspan.DecoderConfig(**config)).double().eval()
+def decoder(*args, **options):
+    """In float64: turns then draw exactly what one completion does."""
+    return pools.decoder(*args, **options).double()
 
 
-class Running:
-    """A server in a thread, with sessions."""
+class Running(servers.Running):
+    """A server with sessions, whose streams of ``LONG`` tokens end with their clients only."""
 
-    def __init__(self, model=None, *, folder=None, limit=1 << 30, codec=True, pool=None, **options):
-        self.model = decoder() if model is None else model
-        self.pool = Pool(self.model, **({"slots": 4, "queue": 8, "capacity": 0} | (pool or {})))
-        for t in pytree.tree_leaves(self.pool.state):
-            if t.is_floating_point():
-                t.fill_(float("nan"))
-        self.store = Sessions(self.pool, folder, limit=limit)
-        codec = Bytes() if codec else None
-        self.server = Server(self.pool, name="tiny", codec=codec, sessions=self.store, **options)
-        http = protocol(self.server.limits)
-        config = uvicorn.Config(self.server.app, port=0, http=http, ws="none", log_level="error", lifespan="off")
-        self.http = uvicorn.Server(config)
-        self.http.install_signal_handlers = lambda: None
-        self.thread = threading.Thread(target=self.http.run, daemon=True)
-        self.thread.start()
-        until(lambda: self.http.started)
-        self.url = f"http://127.0.0.1:{self.http.servers[0].sockets[0].getsockname()[1]}/v1"
-        self.client = httpx.Client(timeout=60, base_url=self.url)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.client.close()
-        self.http.should_exit = True
-        self.thread.join(10)
-        self.server.close()
+    def __init__(self, model=None, **options):
+        options = {"limits": Limits(tokens=LONG)} | options
+        super().__init__(decoder() if model is None else model, **options)
 
     def create(self, **body):
         answer = self.client.post("/sessions", json=body)
@@ -88,23 +64,8 @@ class Running:
 
     def streamed(self, **body):
         """A turn that draws until its client leaves."""
-        body = {"max_tokens": 4000, "temperature": 0, "stream": True} | body
+        body = {"max_tokens": LONG, "temperature": 0, "stream": True} | body
         return self.client.stream("POST", "/completions", json=body)
-
-    def alone(self, tokens, n):
-        tokens = torch.tensor([list(tokens)], dtype=torch.long)
-        return longspan.generate(self.model, tokens, max_new_tokens=n, temperature=0)[0].tolist()
-
-
-def until(holds, seconds=60):
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
-
-
-def text_of(tokens):
-    return decoded(Bytes(), tokens)
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +145,7 @@ def test_a_stop_string_cuts_the_session_too(kept, stream):
         body = {"session": session, "prompt": prompt, "max_tokens": 30, "temperature": 0, "stop": stop}
         if stream:
             with kept.client.stream("POST", "/completions", json=body | {"stream": True}) as answer:
-                lines = [json.loads(line[6:]) for line in answer.iter_lines() if line.startswith("data: {")]
-            found = "".join(line["choices"][0]["text"] for line in lines)
+                found = "".join(event["choices"][0]["text"] for event in events(answer.iter_lines()))
         else:
             found = kept.turn(**body)
         assert found == expected
@@ -288,10 +248,11 @@ def test_a_client_that_hangs_up_rolls_the_session_back(kept):
 
 def test_a_turn_at_a_time(kept):
     session = kept.create(prompt="busy")
-    with kept.streamed(session=session) as answer:
+    with Gate(kept) as gate, kept.streamed(session=session) as answer:
+        gate.step()
         lines = answer.iter_lines()
         next(lines)
-        with httpx.Client(timeout=60, base_url=kept.url) as other:
+        with httpx.Client(timeout=60, base_url=f"{kept.url}/v1") as other:
             refused = other.post("/completions", json={"session": session})
             assert refused.status_code == 409
             assert refused.json()["error"]["code"] == "session_busy"
@@ -308,10 +269,10 @@ def test_many_turns_at_once_leave_whole_sessions(kept):
 
     def work(seed):
         generator = random.Random(seed)
-        with httpx.Client(timeout=60, base_url=kept.url) as client:
+        with httpx.Client(timeout=60, base_url=f"{kept.url}/v1") as client:
             for _ in range(8):
                 session, hang_up = generator.choice(sessions), generator.random() < 0.4
-                body = {"session": session, "max_tokens": 400 if hang_up else 3, "temperature": 0, "stream": hang_up}
+                body = {"session": session, "max_tokens": LONG if hang_up else 3, "temperature": 0, "stream": hang_up}
                 if hang_up:
                     with client.stream("POST", "/completions", json=body) as answer:
                         next(answer.iter_lines())
@@ -335,15 +296,7 @@ def test_an_error_rolls_the_session_back(monkeypatch, tmp_path):
         session = running.create(prompt="fail")
         before = running.tokens(session)
         works = running.pool.model
-
-        class Failing:
-            def __getattr__(self, name):
-                return getattr(works, name)
-
-            def __call__(self, *_, **__):
-                raise RuntimeError("broken")
-
-        running.pool.model = Failing()
+        running.pool.model = Failing(works)
         answer = running.client.post("/completions", json={"session": session})
         assert answer.status_code == 500
         assert "broken" in answer.json()["error"]["message"]
@@ -425,7 +378,7 @@ def test_sessions_beyond_the_limit_are_refused_and_none_is_dropped(tmp_path):
 
 def test_the_client_of_openai_continues_a_session(running):
     openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=running.url, api_key="none", max_retries=0)
+    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
     session = client.post("/sessions", cast_to=object, body={"prompt": "The"})["id"]
     options = {"model": "tiny", "max_tokens": 6, "temperature": 0, "extra_body": {"session": session}}
     first = client.completions.create(prompt="", **options)
@@ -621,16 +574,20 @@ def test_a_kill_while_sessions_are_written_leaves_whole_ones(checkpoint, tmp_pat
         server = Process(checkpoint, tmp_path / "sessions")
         names = [server.client.post("/sessions", json={"prompt": "abc"}).json()["id"] for _ in range(3)]
 
-        def work(name, server=server):
+        turns = []
+
+        def work(name, server=server, turns=turns):
             url = str(server.client.base_url)
             with contextlib.suppress(httpx.HTTPError), httpx.Client(timeout=60, base_url=url) as client:
                 while True:
                     client.post("/completions", json={"session": name, "max_tokens": 1, "temperature": 0})
+                    turns.append(name)
 
         threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in names]
         for thread in threads:
             thread.start()
-        time.sleep(0.5 + generator.random())
+        several = generator.randrange(6, 60)
+        until(lambda turns=turns, several=several: len(turns) >= several)
         server.kill()
         for thread in threads:
             thread.join()
