@@ -194,6 +194,7 @@ def test_text_appears_as_it_is_drawn_and_stops(browser):
         page.until("document.querySelector('.text').textContent.length === 13")
         page.click("#stop")
         page.until("items[0].state === 'stopped'")
+        until(lambda: running.server.worker.cancelled)
         gate.open()
         until(lambda: running.pool.idle)
         assert running.metric("longspan_streams_cancelled") == 1
@@ -268,6 +269,7 @@ def test_a_reload_keeps_the_texts_and_frees_the_slot(browser):
         text = shown(page)
         assert len(text) == 10
         page.reload()
+        until(lambda: running.server.worker.cancelled)
         gate.open()
         until(lambda: running.pool.idle)
         assert running.metric("longspan_streams_cancelled") == 1
