@@ -1,7 +1,8 @@
 """Bugs that other servers had, slow and malicious clients, and clients that hang up, through a real socket.
 
 Elsewhere: slots filled with NaN, greedy and seeded answers in a crowd (test_pool, test_server), hits of the prefix
-cache in the metrics, status 429, the headers of a stream (test_server).
+cache in the metrics, status 429, the headers of a stream (test_server), and the bugs that a client of openai can meet
+(test_openai_client).
 """
 
 import asyncio

@@ -215,8 +215,11 @@ def test_clients_that_leave_at_every_stage_are_counted_once():
         asyncio.run(leave())
         gate.release()
         with connected(running) as client:
-            for options in ({}, {"stop": "\n"}, {"stream": True}, {"stream": True, "stop": "\n"}):
-                assert complete(client, "b", max_tokens=60, **options).finish_reason in ("length", "stop")
+            drawn = text_of(running.alone("b", 30))
+            for stream in (False, True):
+                assert complete(client, "b", max_tokens=30, stream=stream).text == drawn
+                stopped = complete(client, "b", max_tokens=30, stream=stream, stop=drawn[9:11])
+                assert (stopped.text, stopped.finish_reason) == (drawn[: drawn.index(drawn[9:11])], "stop")
         running.settle()
         assert worker.cancelled == 6
 
@@ -400,10 +403,7 @@ def test_an_answer_does_not_depend_on_the_crowd_or_the_order(running):
 
 def test_known_beginnings_change_no_answer_and_are_reported():
     prompt = "the beginning"
-    with (
-        Running(decoder(), pool={"prefill": 4, "prefix_bytes": 1 << 24}) as running,
-        connected(running) as client,
-    ):
+    with Running(pool={"prefill": 4, "prefix_bytes": 1 << 24}) as running, connected(running) as client:
 
         def ask(given, n=5):
             found = client.completions.create(prompt=given, max_tokens=n, **GREEDY)
@@ -413,6 +413,7 @@ def test_known_beginnings_change_no_answer_and_are_reported():
         assert ask(prompt) == 0
         # States are kept after the start token and 3, 7, 11 or all 13 of the prompt.
         assert [ask(prompt[:k] + "~") for k in (2, 3, 6, 7, 11, 12)] == [0, 3, 3, 7, 11, 11]
-        # A long answer that begins with a known state leaves that state as it was.
+        # Answers and prompts that continue a known state leave it as it was.
         assert [ask(prompt, n) for n in (5, 200, 5)] == [13, 13, 13]
-        assert [ask(prompt + more) for more in ("", " of a text", " of a text")] == [13, 13, 13 + len(" of a text")]
+        assert [ask(prompt + more) for more in (" of a text", " of", "", " of a text")] == [13, 13, 13, 23]
+        assert [ask(prompt[:k] + "?????") for k in (11, 7, 3)] == [11, 7, 3]
