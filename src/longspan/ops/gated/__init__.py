@@ -11,13 +11,14 @@ from torch import Tensor
 from ..._utils.spec import known
 from ..arguments import check_mask, check_segments, check_state, describe
 from ..backends import choose_backend, log_backend, resolve_backend
+from ..exported import operation
 from ..isolated import Packed, Part, isolated
 from ..native import call
 from ..operands import check_donation, check_scale, check_stored, materialize_neg, same_device, transformed, zero_masked
 from ..packed import check_packed
 from ..shards import active_shards
 from ..tensors import per_root, upcast_half
-from . import chunks, exported, fla, triton
+from . import chunks, fla, triton
 from . import native as kernels
 from .decays import LOWEST
 from .prepared import NORMS, prepared
@@ -405,8 +406,21 @@ def recur(
             return prepared(chunks.attend, q, k, v, **options)
 
 
+def _again(*given: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalize = given
+    options: dict[str, Any] = {"log_decay": log_decay, "beta": beta, "scale": scale, "state": state, "mask": mask}
+    options |= {"segments": segments, "cu_seqlens": cu_seqlens, "normalize": "l2" if normalize else None}
+    return recur(q, k, v, **options)
+
+
 # The operation that exported programs contain.
-recurrence = exported.operation(recur)
+recurrence = operation(
+    "longspan::recurrence(Tensor q, Tensor k, Tensor v, Tensor? log_decay, Tensor? beta, Tensor state, "
+    "Tensor? mask, Tensor? segments, Tensor? cu_seqlens, float scale, bool normalize)",
+    _again,
+    inputs=6,
+    like=2,
+)
 
 
 def _token(

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from ..arguments import check_mask, check_segments, check_state, describe
 from ..backends import choose_backend, log_backend, resolve_backend
+from ..exported import operation
 from ..isolated import Packed, Part, isolated
 from ..native import call
 from ..operands import check_donation, check_scale, check_stored, materialize_neg, same_device, transformed, zero_masked
 from ..packed import check_packed
 from ..tensors import per_root, upcast_half
 from . import general_chunks as chunks
-from . import general_exported
 from . import general_native as kernels
 from .decays import LOWEST
 
@@ -225,8 +225,21 @@ def recur(
             return chunks.by_sequence(form, *operands, **options, cu_seqlens=cu_seqlens)
 
 
+def _again(*given: Any) -> tuple[Tensor, Tensor]:
+    q, k, v, read, erase, log_decay, state, mask, segments, cu_seqlens, scale, early = given
+    options: dict[str, Any] = {"read": read, "erase": erase, "log_decay": log_decay, "state": state, "mask": mask}
+    options |= {"segments": segments, "cu_seqlens": cu_seqlens, "scale": scale, "read_before_decay": early}
+    return recur(q, k, v, **options)
+
+
 # The operation that exported programs contain.
-recurrence = general_exported.operation(recur)
+recurrence = operation(
+    "longspan::general_recurrence(Tensor q, Tensor k, Tensor v, Tensor read, Tensor erase, Tensor? log_decay, "
+    "Tensor state, Tensor? mask, Tensor? segments, Tensor? cu_seqlens, float scale, bool early)",
+    _again,
+    inputs=7,
+    like=2,
+)
 
 
 def _token(

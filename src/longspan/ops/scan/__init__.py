@@ -8,10 +8,11 @@ from torch import Tensor
 
 from ..arguments import check_mask, check_segments, check_state, describe
 from ..backends import choose_backend, log_backend, resolve_backend
+from ..exported import operation
 from ..operands import check_donation, check_stored, materialize_neg, same_device
 from ..packed import check_packed
 from ..tensors import upcast_half
-from . import diagonal_forms, exported, selective_forms
+from . import diagonal_forms, selective_forms
 from . import native as kernels
 from .apart import apart
 
@@ -318,8 +319,20 @@ def _selective_again(*given: Any) -> tuple[Tensor, Tensor]:
 
 
 # The operations that exported programs contain.
-_exported_diagonal = exported.diagonal_operation(_diagonal_again)
-_exported_selective = exported.selective_operation(_selective_again)
+_exported_diagonal = operation(
+    "longspan::diagonal_scan(Tensor x, Tensor log_decay, Tensor state, Tensor? mask, Tensor? segments, "
+    "Tensor? cu_seqlens)",
+    _diagonal_again,
+    inputs=3,
+    like=0,
+)
+_exported_selective = operation(
+    "longspan::selective_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
+    "Tensor? dt_bias, Tensor state, Tensor? mask, Tensor? segments, Tensor? cu_seqlens, bool softplus)",
+    _selective_again,
+    inputs=9,
+    like=0,
+)
 
 Form = Callable[..., tuple[Tensor, Tensor]]
 

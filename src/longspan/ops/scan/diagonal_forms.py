@@ -41,7 +41,7 @@ def attend(x: Tensor, g: Tensor, state: Tensor, *, mask: Tensor | None, segments
     """The same in chunks; arguments as in ``diagonal``. Memory is O(N C), and so is that of the backward pass."""
     dtype, x, g = x.dtype, x.to(state.dtype), g.to(state.dtype)
     if not x.numel():
-        return x.to(dtype), state.clone()
+        return x.to(dtype, copy=True), state.clone()
     if mask is not None:
         x, g = (t.masked_fill(~mask[..., None], 0.0) for t in (x, g))
     h = scan(x, g, borders(segments, x) | (g == -torch.inf), state)
