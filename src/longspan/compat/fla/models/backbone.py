@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .causal_lm import Body, FlaForCausalLM
 from .family import Family
-from .mixer import Call
+from .mixer import Call, Mixer
 
 
 class Backbone(Body):
@@ -62,6 +63,50 @@ class BackboneFamily(Family):
         # The name of early checkpoints.
         options.setdefault("key_mapping", {r"^backbone\.embedding\.": "backbone.embeddings."})
         return self.model.from_pretrained(source, **options)
+
+
+# Options of both model types, with their defaults.
+OPTIONS: dict[str, Any] = {
+    "num_hidden_layers": 48,
+    "norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "state_size": 128,
+    "head_dim": 64,
+    "expand": 2,
+    "n_groups": 1,
+    "use_bias": False,
+}
+# The number of heads follows from other options; the rest initializes weights or chooses a kernel.
+IGNORED = (
+    "num_heads",
+    "dt_min",
+    "dt_max",
+    "dt_init_floor",
+    "rescale_prenorm_residual",
+    "residual_in_fp32",
+    "chunk_size",
+)
+
+
+class MixerBlock(GradientCheckpointingLayer):
+    """A block whose state is that of its mixer."""
+
+    mixer: Mixer
+
+    def start(self, batch: int) -> Any:
+        """Return the state of ``batch`` rows before the first token."""
+        return self.mixer.start(batch)
+
+
+def odd_heads(config: Any) -> str:
+    """Return why the heads of a config do not fit its width or its groups; empty if they do."""
+    width = int(config.expand * config.hidden_size)
+    count = width // config.head_dim
+    if width % config.head_dim or getattr(config, "num_heads", count) != count:
+        return f"expand * hidden_size = {width} must be num_heads * head_dim, with head_dim={config.head_dim}"
+    if config.n_groups < 1 or count % config.n_groups:
+        return f"n_groups={config.n_groups} must divide {count} heads"
+    return ""
 
 
 def other_option(config: Any) -> str:

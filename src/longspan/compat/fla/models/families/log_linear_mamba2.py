@@ -5,11 +5,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .....ops.gated import log_linear
 from .....ops.tensors import upcast_half
-from ..backbone import Backbone, BackboneFamily, other_option
+from ..backbone import IGNORED, OPTIONS, Backbone, BackboneFamily, MixerBlock, odd_heads, other_option
 from ..mixer import Call, GatedMLP, Mixer, RMSNorm, ShortConv, heads, merged
 
 LEVELS = 15  # of sequences of 2^14 tokens; the last one holds all larger distances too
@@ -73,7 +72,7 @@ class LogLinearMamba2(Mixer):
         return y, None if sums is None else LogLinearMamba2State(*sums, recent)
 
 
-class LogLinearBlock(GradientCheckpointingLayer):
+class LogLinearBlock(MixerBlock):
     """x + mixer(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, config: Any):
@@ -82,10 +81,6 @@ class LogLinearBlock(GradientCheckpointingLayer):
         self.mixer = LogLinearMamba2(config)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mlp = GatedMLP(config.hidden_size, 4, None)
-
-    def start(self, batch: int) -> LogLinearMamba2State:
-        """Return the state of ``batch`` rows before the first token."""
-        return self.mixer.start(batch)
 
     def forward(self, x: Tensor, state: Any, call: Call) -> tuple[Tensor, Any]:
         """x (B,N,hidden) -> (B,N,hidden), the next state."""
@@ -100,14 +95,7 @@ def _check(config: Any) -> str:
             return f"{name}={given!r} must be {value!r}"
     if tuple(config.dt_limit) != (0.0, float("inf")):
         return f"dt_limit={config.dt_limit!r} must be [0.0, inf]"
-    if reason := other_option(config):
-        return reason
-    width = int(config.expand * config.hidden_size)
-    if width % config.head_dim or getattr(config, "num_heads", width // config.head_dim) * config.head_dim != width:
-        return f"expand * hidden_size = {width} must be num_heads * head_dim, with head_dim={config.head_dim}"
-    if (width // config.head_dim) % config.n_groups:
-        return f"n_groups={config.n_groups} must divide {width // config.head_dim} heads"
-    return ""
+    return other_option(config) or odd_heads(config)
 
 
 FAMILIES = (
@@ -115,34 +103,17 @@ FAMILIES = (
         "log_linear_mamba2",
         "LogLinearMamba2",
         lambda config, layer: LogLinearMamba2(config),
-        options={
-            "num_hidden_layers": 48,
-            "norm_eps": 1e-5,
-            "hidden_act": "silu",
-            "state_size": 128,
-            "head_dim": 64,
-            "expand": 2,
+        options=OPTIONS
+        | {
             "conv_kernel": 4,
-            "n_groups": 1,
-            "use_bias": False,
             "use_conv_bias": True,
             "D_has_hdim": False,
             "rmsnorm": True,
             "norm_before_gate": False,
             "dt_limit": [0.0, float("inf")],
         },
-        # The number of heads follows from other options; the rest initializes weights or chooses a kernel.
-        ignored=(
-            "num_heads",
-            "conv_init",
-            "A_init_range",
-            "dt_min",
-            "dt_max",
-            "dt_init_floor",
-            "rescale_prenorm_residual",
-            "residual_in_fp32",
-            "chunk_size",
-        ),
+        # Both initialize weights.
+        ignored=(*IGNORED, "conv_init", "A_init_range"),
         check=_check,
         body=Backbone,
         block=lambda config, layer, mixer: LogLinearBlock(config),

@@ -5,12 +5,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .....attention.mamba3 import Mamba3State, trapezoid
 from .....modules.init import time_steps
 from .....ops.tensors import softplus, upcast_half
-from ..backbone import Backbone, BackboneFamily, other_option
+from ..backbone import IGNORED, OPTIONS, Backbone, BackboneFamily, MixerBlock, odd_heads, other_option
 from ..mixer import Call, Mixer, RMSNorm, heads, merged
 
 
@@ -63,17 +62,13 @@ class Mamba3(Mixer):
         return norm(heads(x, self.keys)).repeat_interleave(self.heads // self.groups, 1) + upcast_half(bias)
 
 
-class Mamba3Block(GradientCheckpointingLayer):
+class Mamba3Block(MixerBlock):
     """x + mixer(norm(x)), without a feed-forward."""
 
     def __init__(self, config: Any):
         super().__init__()
         self.norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.mixer = Mamba3(config)
-
-    def start(self, batch: int) -> Mamba3State:
-        """Return the state of ``batch`` rows before the first token."""
-        return self.mixer.start(batch)
 
     def forward(self, x: Tensor, state: Any, call: Call) -> tuple[Tensor, Any]:
         """x (B,N,hidden) -> (B,N,hidden), the next state."""
@@ -92,14 +87,7 @@ def _check(config: Any) -> str:
         return f"state_size={config.state_size} with rope_fraction={config.rope_fraction} leaves no channels to rotate"
     if config.A_floor <= 0:
         return f"A_floor={config.A_floor} must be positive"
-    if reason := other_option(config):
-        return reason
-    width = int(config.expand * config.hidden_size)
-    if width % config.head_dim or getattr(config, "num_heads", width // config.head_dim) * config.head_dim != width:
-        return f"expand * hidden_size = {width} must be num_heads * head_dim, with head_dim={config.head_dim}"
-    if config.n_groups < 1 or (width // config.head_dim) % config.n_groups:
-        return f"n_groups={config.n_groups} must divide {width // config.head_dim} heads"
-    return ""
+    return other_option(config) or odd_heads(config)
 
 
 FAMILIES = (
@@ -107,32 +95,15 @@ FAMILIES = (
         "mamba3",
         "Mamba3",
         lambda config, layer: Mamba3(config),
-        options={
-            "num_hidden_layers": 48,
-            "norm_eps": 1e-5,
-            "hidden_act": "silu",
-            "state_size": 128,
-            "head_dim": 64,
-            "expand": 2,
-            "n_groups": 1,
-            "use_bias": False,
+        options=OPTIONS
+        | {
             "rope_fraction": 0.5,
             "A_floor": 1e-4,
             "is_outproj_norm": False,
             "is_mimo": False,
         },
-        # The number of heads follows from other options, the rank belongs to is_mimo; the rest initializes weights or
-        # chooses a kernel.
-        ignored=(
-            "num_heads",
-            "mimo_rank",
-            "dt_min",
-            "dt_max",
-            "dt_init_floor",
-            "rescale_prenorm_residual",
-            "residual_in_fp32",
-            "chunk_size",
-        ),
+        # The rank belongs to is_mimo.
+        ignored=(*IGNORED, "mimo_rank"),
         check=_check,
         body=Backbone,
         block=lambda config, layer, mixer: Mamba3Block(config),
