@@ -1,7 +1,7 @@
 """A decode step of a whole model in one C call, with packed weights and in-place states."""
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -19,6 +19,11 @@ DECAYS = {None: 0, "head": 1, "channel": 2}
 FINE, NO_MEMORY, BAD_TOKEN, BAD_POSITION, NO_ROOM, BAD_LENGTH = range(6)
 
 _POINTER, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_float
+
+
+def _longs(*names: str) -> Iterator[tuple[str, type[ctypes.c_long]]]:
+    """Return fields that are integers."""
+    return ((name, _LONG) for name in names)
 
 
 class Linear(ctypes.Structure):
@@ -46,7 +51,7 @@ class LinearAttention(ctypes.Structure):
     kind = 1
     _fields_ = (
         ("rates", _POINTER),
-        *((name, _LONG) for name in ("start", "to", "heads", "size", "map")),
+        *_longs("start", "to", "heads", "size", "map"),
         ("eps", _FLOAT),
     )
 
@@ -55,21 +60,21 @@ class SoftmaxAttention(ctypes.Structure):
     """Softmax attention over the cache, to which it adds the token."""
 
     kind = 2
-    _fields_ = (("rates", _POINTER), *((name, _LONG) for name in ("start", "to", "heads", "groups", "size")))
+    _fields_ = (("rates", _POINTER), *_longs("start", "to", "heads", "groups", "size"))
 
 
 class Turn(ctypes.Structure):
     """Rotates adjacent heads in place."""
 
     kind = 3
-    _fields_ = (("rates", _POINTER), *((name, _LONG) for name in ("at", "heads", "size")))
+    _fields_ = (("rates", _POINTER), *_longs("at", "heads", "size"))
 
 
 class Convolve(ctypes.Structure):
     """The short convolution with silu, in place."""
 
     kind = 4
-    _fields_ = (("weights", _POINTER), *((name, _LONG) for name in ("at", "channels", "taps")))
+    _fields_ = (("weights", _POINTER), *_longs("at", "channels", "taps"))
 
 
 class Curve(ctypes.Structure):
@@ -78,7 +83,7 @@ class Curve(ctypes.Structure):
     kind = 5
     _fields_ = (
         *((name, _POINTER) for name in ("bias", "slope", "factor")),
-        *((name, _LONG) for name in ("start", "to", "width", "activation")),
+        *_longs("start", "to", "width", "activation"),
     )
 
 
@@ -86,7 +91,7 @@ class Scale(ctypes.Structure):
     """to = add + start * by, with one number for each ``size`` channels: a part, or constants; add may be -1."""
 
     kind = 6
-    _fields_ = (("constants", _POINTER), *((name, _LONG) for name in ("start", "by", "add", "to", "width", "size")))
+    _fields_ = (("constants", _POINTER), *_longs("start", "by", "add", "to", "width", "size"))
 
 
 class Recur(ctypes.Structure):
@@ -95,8 +100,8 @@ class Recur(ctypes.Structure):
     kind = 7
     _fields_ = (
         ("log_decay", _POINTER),
-        *((name, _LONG) for name in ("query", "key", "value", "log_decays", "beta", "to", "heads", "key_heads")),
-        *((name, _LONG) for name in ("keys", "values", "decay", "normalize")),
+        *_longs("query", "key", "value", "log_decays", "beta", "to", "heads", "key_heads"),
+        *_longs("keys", "values", "decay", "normalize"),
         ("scale", _FLOAT),
     )
 
@@ -107,7 +112,7 @@ class HeadNorm(ctypes.Structure):
     kind = 8
     _fields_ = (
         ("weight", _POINTER),
-        *((name, _LONG) for name in ("at", "groups", "size", "weight_step", "gate", "activation", "gate_first")),
+        *_longs("at", "groups", "size", "weight_step", "gate", "activation", "gate_first"),
         ("centered", _LONG),
         ("eps", _FLOAT),
     )
@@ -126,7 +131,7 @@ class Layer(ctypes.Structure):
         *((name, Norm) for name in ("norm1", "norm2")),
         *((name, Linear) for name in ("out", "expand", "contract")),
         ("stages", _POINTER),
-        *((name, _LONG) for name in ("count", "width", "mixed", "activation")),
+        *_longs("count", "width", "mixed", "activation"),
     )
 
 
@@ -137,7 +142,7 @@ class Model(ctypes.Structure):
         *((name, _POINTER) for name in ("layers", "tokens", "table")),
         ("norm", Norm),
         ("head", Linear),
-        *((name, _LONG) for name in ("depth", "dim", "vocab", "length", "type", "prenorm")),
+        *_longs("depth", "dim", "vocab", "length", "type", "prenorm"),
     )
 
 
