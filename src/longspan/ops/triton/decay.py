@@ -450,13 +450,13 @@ def keys_backward_kernel(
     v,
     grad,
     dk,
-    ddecay,
     decay,
     mask,
     segments,
     table,
     unit_q,
     unit_k,
+    ddecay,
     ends,
     ahead,
     n,
@@ -561,13 +561,13 @@ def queries_backward_kernel(
     v,
     grad,
     dq,
-    ddecay,
     decay,
     mask,
     segments,
     table,
     unit_q,
     unit_k,
+    ddecay,
     starts,
     ahead,
     n,
@@ -673,11 +673,6 @@ def queries_backward_kernel(
         s = s * whole + mixed(vt, kept, FINE, WIDE)
 
 
-def launch(kernel: Any, grid: tuple[int, int] | tuple[int, int, int], *arguments: Any, **options: Any) -> None:
-    """Launch a kernel. Triton's types know neither the numbers that it makes constants nor ``num_warps``."""
-    kernel[grid](*arguments, **options)
-
-
 class Call:
     """What the launches of a forward or a backward pass share."""
 
@@ -709,7 +704,7 @@ class Call:
         # TF32 holds all digits of float16.
         fine = narrow if v.dtype == torch.float32 or interpreted() else "tf32"
         self.fine = {"FINE": fine, "WIDE": interpreted()}
-        self.precisions = {"PRECISION": narrow, **self.fine}
+        self.precision = {"PRECISION": narrow}
 
     def tiles(self, *, keys: bool = False, values: bool = False) -> tuple[int, dict[str, int]]:
         """Return how many blocks the channels of keys or values have, and the options of a launch with such blocks."""
@@ -720,6 +715,15 @@ class Call:
         warps = 4 if max(d, e) <= 32 else 8
         return blocks, {"SPAN": self.span, "C": self.chunk, "BD": d, "BE": e, "num_warps": warps, "num_stages": 2}
 
+    def launch(
+        self, kernel: Any, blocks: int, operands: tuple[Tensor, ...], *others: Tensor | None, **constants: Any
+    ) -> None:
+        """Launch a kernel for all spans of all heads: for ``operands`` of any strides, the gates and ``others``."""
+        strides = [stride for x in operands for stride in x.stride()]
+        kernel[(blocks, self.spans, self.rows)](
+            *operands, *self.gates, *others, *self.sizes, *strides, *self.gate_strides, **self.fine, **constants
+        )
+
     def states(self, x: Tensor, y: Tensor, given: Tensor, wholes: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
         """Return the states before all spans (BH,spans,D,E), or the gradients after them, and what the scan ends with.
 
@@ -728,39 +732,12 @@ class Call:
         sums = torch.empty(self.rows, self.spans, self.keys, self.values, dtype=torch.float32, device=x.device)
         given, found = given.contiguous(), torch.empty_like(given, memory_format=torch.contiguous_format)
         blocks, how = self.tiles(values=True)
-        strides = *x.stride(), *y.stride(), *self.gate_strides
         unit = self.unit_q if reverse else self.unit_k
-        launch(
-            sums_kernel,
-            (blocks, self.spans, self.rows),
-            x,
-            y,
-            *self.gates,
-            unit,
-            sums,
-            wholes,
-            *self.sizes,
-            *strides,
-            REVERSE=reverse,
-            **self.fine,
-            **how,
-        )
+        self.launch(sums_kernel, blocks, (x, y), unit, sums, wholes, REVERSE=reverse, **how)
         size, block, packed = self.keys * self.values, 1024, self.table is not None
-        launch(
-            scan_kernel,
-            (triton.cdiv(size, block), given.shape[0] * self.heads),
-            sums,
-            wholes,
-            given,
-            found,
-            self.firsts,
-            self.spans,
-            self.heads,
-            size,
-            reverse,
-            packed,
-            block,
-        )
+        # Triton's types do not know the numbers that it makes constants.
+        scan: Any = scan_kernel[(triton.cdiv(size, block), given.shape[0] * self.heads)]
+        scan(sums, wholes, given, found, self.firsts, self.spans, self.heads, size, reverse, packed, block)
         return sums, found
 
     def shared(self, x: Tensor) -> bool:
@@ -829,23 +806,8 @@ def forward(state: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tu
     o, wholes = torch.empty_like(v), torch.empty(call.rows, call.spans, dtype=torch.float32, device=v.device)
     starts, end = call.states(k, v, state, wholes, reverse=False)
     blocks, how = call.tiles(values=True)
-    strides = *q.stride(), *k.stride(), *v.stride(), *o.stride(), *call.gate_strides
     units = call.unit_q, call.unit_k
-    launch(
-        outputs_kernel,
-        (blocks, call.spans, call.rows),
-        q,
-        k,
-        v,
-        o,
-        *call.gates,
-        *units,
-        starts,
-        *call.sizes,
-        *strides,
-        **call.precisions,
-        **how,
-    )
+    call.launch(outputs_kernel, blocks, (q, k, v, o), *units, starts, **call.precision, **how)
     return o, end, starts, wholes
 
 
@@ -863,53 +825,20 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Return the gradients of q, k, v, of log_decay if ``decays``, and of the first state."""
     call = Call(q, k, v, log_decay, *options)
-    units, precisions = (call.unit_q, call.unit_k), call.precisions
+    units = call.unit_q, call.unit_k
     ends, first = call.states(q, grad, grad_end, wholes, reverse=True)
 
     dv, (blocks, how) = torch.empty_like(v), call.tiles(values=True)
-    strides = *q.stride(), *k.stride(), *grad.stride(), *dv.stride(), *call.gate_strides
-    launch(
-        values_backward_kernel,
-        (blocks, call.spans, call.rows),
-        q,
-        k,
-        grad,
-        dv,
-        *call.gates,
-        *units,
-        ends,
-        *call.sizes,
-        *strides,
-        **precisions,
-        **how,
-    )
+    call.launch(values_backward_kernel, blocks, (q, k, grad, dv), *units, ends, **call.precision, **how)
 
     dq, dk, (blocks, how) = call.gradient(q), call.gradient(k), call.tiles(keys=True)
     ddecay = ahead = None
     if decays:
         ddecay = grad_end.new_empty(blocks, call.batch, call.heads, call.n)
         ahead = grad_end.new_empty(call.rows, call.spans, call.span // call.chunk, call.values, call.keys)
-    strides = *q.stride(), *k.stride(), *v.stride(), *grad.stride()
     for kernel, into, states in ((keys_backward_kernel, dk, ends), (queries_backward_kernel, dq, starts)):
-        found, gates = (*into.stride(), *call.gate_strides), (*call.gates, *units)
-        launch(
-            kernel,
-            (blocks, call.spans, call.rows),
-            q,
-            k,
-            v,
-            grad,
-            into,
-            ddecay,
-            *gates,
-            states,
-            ahead,
-            *call.sizes,
-            *strides,
-            *found,
-            **precisions,
-            **how,
-        )
+        others = *units, ddecay, states, ahead
+        call.launch(kernel, blocks, (q, k, v, grad, into), *others, **call.precision, **how)
     dq, dk = call.summed(dq, q, call.unit_q), call.summed(dk, k, call.unit_k)
     if ddecay is not None and log_decay is not None:
         ddecay = ddecay.sum(0).to(log_decay.dtype)

@@ -118,10 +118,10 @@ def forward_kernel(
 @triton.jit
 def backward_kernel(
     upstream,  # (X,L,C,E), the gradient of V' from inside its chunk
-    reads,  # (X,L,D,E), the gradient of the states before the chunks from the outputs
     w,  # (X,L,C,D)
     keys,  # (X/share,L,C,D), times the remaining share after the chunk
     whole,  # (X,L,1 or D)
+    reads,  # (X,L,D,E), the gradient of the states before the chunks from the outputs
     after,  # (X,D,E), the gradient of the state after the last chunk
     ahead,  # out: (X,L,D,E), the gradients of the states after the chunks
     values,  # out: (X,L,C,E), the gradient of V'
@@ -216,27 +216,10 @@ def forward(
         first: (X,D,E).
         precision: ``input_precision`` of the products.
     """
-    rows, chunks, width, size = u.shape
-    channels = keys.shape[-1]
-    states, end = u.new_empty(rows, chunks, channels, size), u.new_empty(rows, channels, size)
+    rows, chunks, _, size = u.shape
+    states, end = u.new_empty(rows, chunks, keys.shape[-1], size), torch.empty_like(first)
     values = u if w is None else torch.empty_like(u)
-    tile = tiles(channels, size)
-    forward_kernel[(rows, triton.cdiv(size, tile.value_block))](
-        u,
-        u if w is None else w,
-        keys,
-        u if whole is None else whole,
-        first,
-        states,
-        values,
-        end,
-        chunks,
-        width,
-        channels,
-        size,
-        rows // keys.shape[0],
-        **_constants(tile, u, w, keys, whole, precision),
-    )
+    _launch(forward_kernel, u, w, keys, whole, first, states, values, end, precision=precision)
     return states, end, values
 
 
@@ -263,43 +246,31 @@ def backward(
         after: (X,D,E), the gradient of the state after the last chunk.
         precision: ``input_precision`` of the products.
     """
-    rows, chunks, width, size = upstream.shape
-    channels = keys.shape[-1]
     ahead, before = torch.empty_like(reads), torch.empty_like(after)
     values = upstream if w is None else torch.empty_like(upstream)
-    tile = tiles(channels, size)
-    backward_kernel[(rows, triton.cdiv(size, tile.value_block))](
-        upstream,
-        reads,
-        upstream if w is None else w,
-        keys,
-        upstream if whole is None else whole,
-        after,
-        ahead,
-        values,
-        before,
-        chunks,
-        width,
-        channels,
-        size,
-        rows // keys.shape[0],
-        **_constants(tile, upstream, w, keys, whole, precision),
-    )
+    _launch(backward_kernel, upstream, w, keys, whole, reads, after, ahead, values, before, precision=precision)
     return ahead, before, values
 
 
-def _constants(
-    tile: Tiles, u: Tensor, w: Tensor | None, keys: Tensor, whole: Tensor | None, precision: str
-) -> dict[str, Any]:
-    return {
-        "DELTA": w is not None,
-        "DECAY": 0 if whole is None else 1 if whole.shape[-1] == 1 else 2,
-        "TURNS": u.shape[1] if interpreted() else 0,
-        "BC": max(16, triton.next_power_of_2(u.shape[2])),
-        "BD": min(64, max(16, triton.next_power_of_2(keys.shape[-1]))),
-        "TWO": keys.shape[-1] > 64,
-        "BE": tile.value_block,
-        "PREC": precision,
-        "num_warps": tile.warps,
-        "num_stages": tile.stages,
-    }
+def _launch(
+    kernel: Any, u: Tensor, w: Tensor | None, keys: Tensor, whole: Tensor | None, *others: Tensor, precision: str
+) -> None:
+    """Launch a kernel for all rows and all blocks of E channels. For None it gets ``u``, which it does not read."""
+    rows, chunks, width, size = u.shape
+    channels = keys.shape[-1]
+    tile = tiles(channels, size)
+    operands = u, u if w is None else w, keys, u if whole is None else whole, *others
+    kernel[(rows, triton.cdiv(size, tile.value_block))](
+        *operands,
+        *(chunks, width, channels, size, rows // keys.shape[0]),
+        DELTA=w is not None,
+        DECAY=0 if whole is None else 1 if whole.shape[-1] == 1 else 2,
+        TURNS=chunks if interpreted() else 0,
+        BC=max(16, triton.next_power_of_2(width)),
+        BD=min(64, max(16, triton.next_power_of_2(channels))),
+        TWO=channels > 64,
+        BE=tile.value_block,
+        PREC=precision,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

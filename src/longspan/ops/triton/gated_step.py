@@ -5,13 +5,15 @@
 P = Diag(e^g) S,   u = beta (v - P^T k) or v,   S' = P + k u^T,   o = c S'^T q
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from . import interpreted
-from .decay import launch, rounded
+from .decay import rounded
 
 
 @triton.jit
@@ -112,22 +114,11 @@ def step(
     qs, ks, vs = ((*t.stride()[:2], t.stride(3)) for t in (q, k, v))
     rates = (0, 0) if beta is None else beta.stride()[:2]
     strides = *qs, *ks, *vs, *decays, *rates, *state.stride()
-    launch(
-        step_kernel,
-        (triton.cdiv(values, block_e), batch * heads),
-        q,
-        k,
-        v,
-        log_decay,
-        beta,
-        state,
-        after,
-        out,
-        heads,
-        heads // q.shape[1],
-        keys,
-        values,
-        scale,
+    # Triton's types know neither the numbers that it makes constants nor ``num_warps``.
+    kernel: Any = step_kernel[(triton.cdiv(values, block_e), batch * heads)]
+    kernel(
+        *(q, k, v, log_decay, beta, state, after, out),
+        *(heads, heads // q.shape[1], keys, values, scale),
         *strides,
         CHANNELS=channels,
         NORMALIZE=normalize,
