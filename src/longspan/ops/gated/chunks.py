@@ -28,9 +28,10 @@ from torch import Tensor
 from .. import triton
 from ..operands import double_backward, needs_autograd
 from ..segments import borders_of, cut
-from . import decay_per_head, pairs
+from . import decay_per_head, pairs, spans
 from .decay_per_channel import before_here, from_here_on, halved, halved_backward, running
 from .decays import LOWEST, faded
+from .spans import Place
 
 CHUNK = 64
 SPAN = 8192  # tokens of a span, over all rows and heads
@@ -143,14 +144,14 @@ def times(x: Tensor, factor: Tensor | None) -> Tensor:
 
 
 def _span(
-    place: tuple[int, int, int],
+    place: Place,
     inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
     mask: Tensor | None,
     segments: Tensor | None,
     wide: torch.dtype,
     form: Form,
 ) -> Span:
-    """Return the span at ``place`` (start, chunks, tokens per chunk), padded with tokens that have no effect."""
+    """Return the span at ``place``, padded with tokens that have no effect."""
     start, count, width = place
     q, k, v, log_decay, beta = inputs
     groups, rows = k.shape[1], slice(start, start + count * width)
@@ -307,8 +308,8 @@ def _advance(span: Span, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
 
 def _retreat(
     span: Span, start: Tensor, grad: Tensor, after: Tensor, *, decays: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
-    """Return the gradients of one span: q, k, v, log decays and beta, each per value head, and the state before it.
+) -> tuple[list[Tensor | None], Tensor]:
+    """Return the gradients of one span: of q, k, v, log decays (...,C,1|D) and beta (...,C,1); of the state before it.
 
     start (B,G,R,D,E) is the state before the span. grad (B,G,R,L,C,E) and ``after`` (B,G,R,D,E) are the gradients of
     the outputs, times their scale, and of the state after the span.
@@ -336,19 +337,21 @@ def _retreat(
         slopes = (-right @ torch.cat([u, w], -1).mT).tril(-1)
         dv, dw = right.split([u.shape[-1], w.shape[-1]], -1)
         entering, products = times(k, span.entering), span.products(k, k)
-        dbeta = (dv * span.v).sum(-1) + (dw * entering).sum(-1) + (slopes * products).sum(-1)
+        shares = dv * span.v, dw * entering, slopes * products
+        dbeta = shares[0].sum(-1, True) + shares[1].sum(-1, True) + shares[2].sum(-1, True)
         rows, columns, between = span.products_backward(slopes * beta, k, k, products)
         from_read = times(dw * beta, span.entering)
         dk, dv, reads, decay = dk + rows + columns + from_read, dv * beta, reads + k * from_read, decay + between
+    dq, dk = dq.sum(2, keepdim=True), dk.sum(2, keepdim=True)
     if not decays:
-        return dq, dk, dv, None, dbeta, after
+        return [dq, dk, dv, None, dbeta], after
     assert span.whole is not None
     # The decay of token t scales three parts: reads of the state before the chunk by t and later tokens, writes of
     # earlier tokens to the state after it, and the share of the first state in the second.
     writes, kept = k * out, (states * ahead).mul(span.whole).sum(-1, keepdim=True).mT
     if span.log_decays is None:
         reads, writes, kept = (t.sum(-1, keepdim=True) for t in (reads, writes, kept))
-    return dq, dk, dv, decay + from_here_on(reads) + before_here(writes) + kept, dbeta, after
+    return [dq, dk, dv, decay + from_here_on(reads) + before_here(writes) + kept, dbeta], after
 
 
 def _states_backward(
@@ -400,7 +403,7 @@ def _scanned_backward(
     return ahead, first, values + keys @ ahead if w is None else values
 
 
-def _chunk_spans(q: Tensor, v: Tensor, beta: Tensor | None, chunk: int) -> list[tuple[int, int, int]]:
+def _chunk_spans(q: Tensor, v: Tensor, beta: Tensor | None, chunk: int) -> list[Place]:
     n, rows = q.shape[2], max(v.shape[0] * v.shape[1], 1)
     if _on_gpu(q):
         return cut(n, chunk, max(TOGETHER // rows, 8 * chunk))
@@ -428,24 +431,14 @@ def _forward(
         if beta is None and log_decay is not None and log_decay.dim() == 3 and form == "loop":
             o, end, starts = decay_per_head.forward(q, k, v, log_decay, state, mask, segments, scale, places)
         else:
-            o, starts = torch.empty_like(v), state.new_empty(len(places) - 1, *state.shape)
-            end = state.unflatten(1, (k.shape[1], -1))
-            for i, place in enumerate(places):
-                if i > 0:
-                    starts[i - 1] = end.flatten(1, 2)
-                span = _span(place, (q, k, v, log_decay, beta), mask, segments, state.dtype, form)
-                out, end = _advance(span, end, scale)
-                _store(o, out, place)
-            end = end.flatten(1, 2).contiguous()
-    if mask is not None:
-        o.masked_fill_(~mask[:, None, :, None], 0.0)
+            inputs = q, k, v, log_decay, beta
+
+            def advance(place: Place, before: Tensor) -> tuple[Tensor, Tensor]:
+                return _advance(_span(place, inputs, mask, segments, state.dtype, form), before, scale)
+
+            o, end, starts = spans.forward(advance, places, v, state, k.shape[1])
+    spans.clear_masked(mask, o)
     return o, end, starts
-
-
-def _store(into: Tensor, chunks: Tensor, place: tuple[int, int, int]) -> None:
-    """Write chunks (B,G,R,L,C,E) to their tokens of (B,H,N,E)."""
-    start, count, width = place
-    into[:, :, start : start + count * width] = chunks[..., :width, :].flatten(3, 4).flatten(1, 2)
 
 
 def _backward(
@@ -465,30 +458,20 @@ def _backward(
     kernels: bool,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, of log_decay and beta if given, and of the first state."""
-    places, wide, groups = _chunk_spans(q, v, beta, chunk), state.dtype, k.shape[1]
-    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    ddecay, dbeta = (None if t is None else torch.empty_like(t) for t in (log_decay, beta))
-    hidden, form = None if mask is None else ~mask[:, None, :, None], _form(q, kernels)
-    after = grad_end.unflatten(1, (groups, -1))
+    places, wide, form = _chunk_spans(q, v, beta, chunk), state.dtype, _form(q, kernels)
+    inputs = q, k, v, log_decay, beta
+    grads = [None if t is None else torch.empty_like(t) for t in inputs]
+
+    def retreat(place: Place, start: Tensor, after: Tensor) -> tuple[list[Tensor | None], Tensor]:
+        span = _span(place, inputs, mask, segments, wide, form)
+        upstream = _span(place, (q, k, grad, None, None), mask, None, wide, form).v * scale
+        return _retreat(span, start, upstream, after, decays=log_decay is not None)
+
     with torch.autocast(q.device.type, enabled=False):
-        for i in reversed(range(len(places))):
-            place = places[i]
-            span = _span(place, (q, k, v, log_decay, beta), mask, segments, wide, form)
-            upstream = _span(place, (q, k, grad, None, None), mask, None, wide, form).v * scale
-            start = (starts[i - 1] if i > 0 else state).unflatten(1, (groups, -1))
-            *parts, decay, rate, after = _retreat(span, start, upstream, after, decays=log_decay is not None)
-            for into, part in zip((dq, dk), parts, strict=False):
-                _store(into, part.sum(2, keepdim=True), place)
-            _store(dv, parts[2], place)
-            if ddecay is not None and decay is not None:
-                _store(ddecay if ddecay.dim() == 4 else ddecay[..., None], decay, place)
-            if dbeta is not None and rate is not None:
-                _store(dbeta[..., None], rate[..., None], place)
-    found = [t for t in (dq, dk, dv, ddecay, dbeta) if t is not None]
-    if hidden is not None:
-        for t in found:
-            t.masked_fill_(hidden if t.dim() == 4 else hidden[..., 0], 0.0)
-    return [*found, after.flatten(1, 2).contiguous()]
+        first = spans.backward(retreat, places, grads, state, starts, grad_end, k.shape[1])
+    found = [t for t in grads if t is not None]
+    spans.clear_masked(mask, *found)
+    return [*found, first]
 
 
 def composed(
@@ -505,14 +488,13 @@ def composed(
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """The forward pass from operations with derivatives of any order."""
-    end, out, form = state.unflatten(1, (k.shape[1], -1)), [], _form(q, False)
+    places, inputs, form = _chunk_spans(q, v, beta, chunk), (q, k, v, log_decay, beta), _form(q, False)
+
+    def advance(place: Place, before: Tensor) -> tuple[Tensor, Tensor]:
+        return _advance(_span(place, inputs, mask, segments, state.dtype, form), before, scale)
+
     with torch.autocast(q.device.type, enabled=False):
-        for place in _chunk_spans(q, v, beta, chunk):
-            span = _span(place, (q, k, v, log_decay, beta), mask, segments, state.dtype, form)
-            part, end = _advance(span, end, scale)
-            out.append(part[..., : place[2], :].flatten(3, 4).flatten(1, 2))
-    o = torch.cat(out, 2).to(v.dtype)
-    return o if mask is None else o.masked_fill(~mask[:, None, :, None], 0.0), end.flatten(1, 2)
+        return spans.composed(advance, places, v, state, k.shape[1], mask)
 
 
 _forward_op = torch.library.custom_op("longspan::chunks_forward", _forward, mutates_args=())

@@ -25,9 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..operands import double_backward
-from . import chunks
+from . import chunks, spans
 from .chunks import CHUNK, Span, times
 from .decay_per_channel import before_here, from_here_on
+from .spans import Place
 
 
 def attend(
@@ -146,7 +147,7 @@ Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
 
 
 def _spans_of(
-    place: tuple[int, int, int],
+    place: Place,
     inputs: Inputs,
     mask: Tensor | None,
     segments: Tensor | None,
@@ -209,8 +210,8 @@ def _advance(span: Span, reads: Reads, state: Tensor, scale: float) -> tuple[Ten
 
 def _retreat(
     span: Span, reads: Reads, start: Tensor, grad: Tensor, after: Tensor, *, decays: bool
-) -> tuple[list[Tensor], Tensor | None, Tensor]:
-    """Return the gradients of one span, each per value head: of q, k, v, read, erase; of log decays; of ``start``.
+) -> tuple[list[Tensor | None], Tensor]:
+    """Return the gradients of one span: of q, k, v, read, erase, log decays (...,C,1|D); of the state before it.
 
     start (B,G,R,D,E) is the state before the span. grad (B,G,R,L,C,E) and ``after`` (B,G,R,D,E) are the gradients of
     the outputs, times their scale, and of the state after the span.
@@ -245,9 +246,9 @@ def _retreat(
     put, taken = times(v @ ahead.mT, span.leaving), times(-u @ ahead.mT, span.leaving)
     dq, dread = parts[0][0] + parts[1][0] + asked, parts[2][0] + parts[3][0] + seen
     dk, derase = parts[0][1] + parts[2][1] + put, parts[1][1] + parts[3][1] + taken
-    found = [dq, dk, dv, dread, derase]
+    dq, dk, dread, derase = (t.sum(2, keepdim=True) for t in (dq, dk, dread, derase))
     if not decays:
-        return found, None, after
+        return [dq, dk, dv, dread, derase, None], after
     assert span.whole is not None
     # The decay of token t scales three parts: reads of the state before the chunk by t and later tokens, writes of
     # earlier tokens to the state after it, and the share of the first state in the second.
@@ -257,7 +258,8 @@ def _retreat(
     if span.log_decays is None:
         asks, writes, kept = (t.sum(-1, keepdim=True) for t in (asks, writes, kept))
     between = parts[0][2] + parts[1][2] + parts[2][2] + parts[3][2]
-    return found, between + from_here_on(asks) + before_here(writes) + kept, after
+    ddecay = between + from_here_on(asks) + before_here(writes) + kept
+    return [dq, dk, dv, dread, derase, ddecay], after
 
 
 def _forward(
@@ -275,19 +277,15 @@ def _forward(
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), the state before each span but the first."""
-    places = chunks._chunk_spans(q, v, v, chunk)
-    inputs = (q, k, v, read, erase, log_decay)
-    o, starts = torch.empty_like(v), state.new_empty(len(places) - 1, *state.shape)
-    end = state.unflatten(1, (k.shape[1], -1))
+    places, inputs = chunks._chunk_spans(q, v, v, chunk), (q, k, v, read, erase, log_decay)
+
+    def advance(place: Place, before: Tensor) -> tuple[Tensor, Tensor]:
+        return _advance(*_spans_of(place, inputs, mask, segments, state.dtype, early), before, scale)
+
     with torch.autocast(q.device.type, enabled=False):
-        for i, place in enumerate(places):
-            if i > 0:
-                starts[i - 1] = end.flatten(1, 2)
-            out, end = _advance(*_spans_of(place, inputs, mask, segments, state.dtype, early), end, scale)
-            chunks._store(o, out, place)
-    if mask is not None:
-        o.masked_fill_(~mask[:, None, :, None], 0.0)
-    return o, end.flatten(1, 2).contiguous(), starts
+        o, end, starts = spans.forward(advance, places, v, state, k.shape[1])
+    spans.clear_masked(mask, o)
+    return o, end, starts
 
 
 def _backward(
@@ -308,27 +306,20 @@ def _backward(
     chunk: int,
 ) -> list[Tensor]:
     """Return the gradients of q, k, v, read and erase, of log_decay if given, and of the first state."""
-    places, groups = chunks._chunk_spans(q, v, v, chunk), k.shape[1]
+    places, wide, form = chunks._chunk_spans(q, v, v, chunk), state.dtype, chunks._form(q, False)
     inputs = (q, k, v, read, erase, log_decay)
-    grads = [torch.empty_like(t) for t in inputs if t is not None]
-    after = grad_end.unflatten(1, (groups, -1))
+    grads = [None if t is None else torch.empty_like(t) for t in inputs]
+
+    def retreat(place: Place, start: Tensor, after: Tensor) -> tuple[list[Tensor | None], Tensor]:
+        span, reads = _spans_of(place, inputs, mask, segments, wide, early)
+        upstream = chunks._span(place, (q, k, grad, None, None), mask, None, wide, form).v * scale
+        return _retreat(span, reads, start, upstream, after, decays=log_decay is not None)
+
     with torch.autocast(q.device.type, enabled=False):
-        for i in reversed(range(len(places))):
-            place = places[i]
-            span, reads = _spans_of(place, inputs, mask, segments, state.dtype, early)
-            upstream = (
-                chunks._span(place, (q, k, grad, None, None), mask, None, state.dtype, chunks._form(q, False)).v * scale
-            )
-            start = (starts[i - 1] if i > 0 else state).unflatten(1, (groups, -1))
-            parts, decay, after = _retreat(span, reads, start, upstream, after, decays=log_decay is not None)
-            for number, (into, part) in enumerate(zip(grads, parts, strict=False)):
-                chunks._store(into, part if number == 2 else part.sum(2, keepdim=True), place)
-            if decay is not None:
-                chunks._store(grads[5] if grads[5].dim() == 4 else grads[5][..., None], decay, place)
-    if mask is not None:
-        for t in grads:
-            t.masked_fill_(~(mask[:, None, :, None] if t.dim() == 4 else mask[:, None]), 0.0)
-    return [*grads, after.flatten(1, 2).contiguous()]
+        first = spans.backward(retreat, places, grads, state, starts, grad_end, k.shape[1])
+    found = [t for t in grads if t is not None]
+    spans.clear_masked(mask, *found)
+    return [*found, first]
 
 
 def composed(
@@ -347,14 +338,13 @@ def composed(
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """The forward pass from operations with derivatives of any order."""
-    end, out = state.unflatten(1, (k.shape[1], -1)), []
-    inputs = (q, k, v, read, erase, log_decay)
+    places, inputs = chunks._chunk_spans(q, v, v, chunk), (q, k, v, read, erase, log_decay)
+
+    def advance(place: Place, before: Tensor) -> tuple[Tensor, Tensor]:
+        return _advance(*_spans_of(place, inputs, mask, segments, state.dtype, early), before, scale)
+
     with torch.autocast(q.device.type, enabled=False):
-        for place in chunks._chunk_spans(q, v, v, chunk):
-            part, end = _advance(*_spans_of(place, inputs, mask, segments, state.dtype, early), end, scale)
-            out.append(part[..., : place[2], :].flatten(3, 4).flatten(1, 2))
-    o = torch.cat(out, 2).to(v.dtype)
-    return o if mask is None else o.masked_fill(~mask[:, None, :, None], 0.0), end.flatten(1, 2)
+        return spans.composed(advance, places, v, state, k.shape[1], mask)
 
 
 def by_sequence(
