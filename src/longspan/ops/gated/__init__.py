@@ -455,13 +455,13 @@ def reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     log_decay: Tensor | None,
     beta: Tensor | None,
+    state: Tensor,
+    *,
     scale: float,
     mask: Tensor | None,
     segments: Tensor | None,
-    state: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The definition, token by token, in float32 at least; arguments as in ``recur``."""
     if not k.shape[1]:
@@ -494,13 +494,13 @@ def step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    *,
     log_decay: Tensor | None,
     beta: Tensor | None,
+    state: Tensor,
+    *,
     scale: float,
     mask: Tensor | None,
     segments: Tensor | None,
-    state: Tensor,
     donate: bool,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence for N = 1, in few passes over the state, which ``donate=True`` overwrites."""

@@ -13,7 +13,7 @@ from ..exported import operation
 from ..isolated import Packed, Part, isolated
 from ..native import call
 from ..operands import check_donation, check_scale, check_stored, materialize_neg, same_device, transformed, zero_masked
-from ..packed import check_packed
+from ..packed import by_sequence, check_packed
 from ..tensors import per_root, upcast_half
 from . import general_chunks as chunks
 from . import general_native as kernels
@@ -205,7 +205,9 @@ def recur(
         found = _token(q, k, v, read, erase, log_decay, factor, early, state, donate)
         if found is not None:
             return found
-    operands = materialize_neg(q, k, v, read, erase, log_decay, state)
+    *tokens, state = operands = materialize_neg(q, k, v, read, erase, log_decay, state)
+    assert state is not None
+    packed: dict[str, Any] = {"cu_seqlens": cu_seqlens, "along": 2, "like": 2}
     options: dict[str, Any] = {"scale": factor, "mask": mask, "segments": segments, "early": early}
     native = call.why_not(q, k, v, state, read, erase, log_decay, mask, segments, cu_seqlens, family="general")
     if not native and not read.dtype == erase.dtype == v.dtype:
@@ -214,7 +216,7 @@ def recur(
         case "native":
             return kernels.attend(*operands, **options, cu_seqlens=cu_seqlens)
         case "reference":
-            return chunks.by_sequence(reference, *operands, **options, cu_seqlens=cu_seqlens)
+            return by_sequence(reference, tokens, state, **options, **packed)
         case _ if q.shape[2] == 0 or v.numel() == 0:
             return torch.zeros_like(v), state.clone()
         case _ if token:
@@ -222,7 +224,7 @@ def recur(
             return step(*operands, **options, donate=donate and not transformed())
         case _:
             form = chunks.composed if transformed() else chunks.attend
-            return chunks.by_sequence(form, *operands, **options, cu_seqlens=cu_seqlens)
+            return by_sequence(form, tokens, state, **options, **packed)
 
 
 def _again(*given: Any) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,7 @@ Then row i equals row i - 1 of the products of rows that are moved up by one, so
 Axes and shapes as in ``chunks``.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -345,35 +343,6 @@ def composed(
 
     with torch.autocast(q.device.type, enabled=False):
         return spans.composed(advance, places, v, state, k.shape[1], mask)
-
-
-def by_sequence(
-    form: Callable[..., tuple[Tensor, Tensor]],
-    *operands: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    cu_seqlens: Tensor | None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """Call ``form``, which does not handle cu_seqlens, once, or for each sequence.
-
-    ``operands``: q, k, v, read, erase, log_decay, state.
-    """
-    *tokens, state = operands
-    if cu_seqlens is None:
-        return form(*tokens, state, mask=mask, segments=segments, **options)
-    assert state is not None
-    assert tokens[2] is not None
-    out, ends = [tokens[2][:, :, :0]], [state[:0]]
-    for s, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        one = state[s : s + 1]
-        if begin < end:
-            here = (t if t is None else t[:, :, begin:end] for t in tokens)
-            real = None if mask is None else mask[:, begin:end]
-            o, one = form(*here, one, mask=real, segments=None, **options)
-            out.append(o)
-        ends.append(one)
-    return torch.cat(out, 2), torch.cat(ends)
 
 
 _forward_op = torch.library.custom_op("longspan::general_chunks_forward", _forward, mutates_args=())

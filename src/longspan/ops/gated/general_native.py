@@ -1,7 +1,6 @@
 """The general delta rule in C++: whole sequences, forward and backward, and one token."""
 
 import ctypes
-from functools import partial
 from typing import Any
 
 import torch
@@ -12,8 +11,8 @@ from ..native import build
 from ..native.build.openmp import threads
 from ..native.call import HALVES, LARGEST, TYPES, kernels, pointers, readable, strides
 from ..operands import double_backward, mark_overwritten, stored
-from ..packed import check_packed
-from .general_chunks import by_sequence, composed
+from ..packed import by_sequence, check_packed
+from .general_chunks import composed
 from .native import SPAN, _kind, _starts
 
 
@@ -76,14 +75,17 @@ class _Attend(torch.autograd.Function):
         scale, early = ctx.options
         if torch.is_grad_enabled():
             options: dict[str, Any] = {"mask": mask, "segments": segments, "scale": scale, "early": early}
-            form = partial(by_sequence, composed, cu_seqlens=offsets)
-            grads = double_backward(form, inputs, upstream, **options)
+            grads = double_backward(_again, inputs, upstream, cu_seqlens=offsets, **options)
         else:
             run = _backward_op if torch.compiler.is_compiling() else _backward
             given: tuple[Any, ...] = (*upstream, *inputs[:6], mask, segments, offsets, starts, scale, early)
             found = iter(run(*given))
             grads = [None if t is None else next(found) for t in inputs]
         return (*grads, None, None, None, None, None)
+
+
+def _again(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    return by_sequence(composed, given[:6], given[6], along=2, like=2, **options)
 
 
 def _forward(

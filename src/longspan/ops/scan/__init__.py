@@ -1,6 +1,5 @@
 """Recurrences whose states do not mix: the diagonal scan, and the selective scan of Mamba."""
 
-from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -10,11 +9,10 @@ from ..arguments import check_mask, check_segments, check_state, describe
 from ..backends import choose_backend, log_backend, resolve_backend
 from ..exported import operation
 from ..operands import check_donation, check_stored, materialize_neg, same_device
-from ..packed import check_packed
+from ..packed import by_sequence, check_packed
 from ..tensors import upcast_half
 from . import diagonal_forms, selective_forms
 from . import native as kernels
-from .apart import apart
 
 DIAGONAL, SELECTIVE = "the diagonal scan", "the selective scan"
 SERVED = ("reference", "torch", "native")
@@ -141,7 +139,7 @@ def diagonal(
             form = diagonal_forms.reference
         case _:
             form = diagonal_forms.attend
-    return apart(_called(form), (x, log_decay), (), state, **options)
+    return by_sequence(form, (x, log_decay), state, along=1, like=0, **options)
 
 
 @overload
@@ -290,10 +288,10 @@ def selective(
             log_backend(SELECTIVE, "native")
             return found
     given = materialize_neg(x, dt, A, B, C, D, z, dt_bias, state)
-    tokens, fixed, state = [given[i] for i in (0, 1, 3, 4, 6)], [given[i] for i in (2, 5, 7)], given[8]
+    tokens, (rates, skip, bias), state = [given[i] for i in (0, 1, 3, 4, 6)], [given[i] for i in (2, 5, 7)], given[8]
     assert state is not None
     options: dict[str, Any] = {"softplus": softplus, "mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
-    reason = kernels.why_not(tokens, fixed, state, mask, segments, cu_seqlens)
+    reason = kernels.why_not(tokens, (rates, skip, bias), state, mask, segments, cu_seqlens)
     if not reason and A.shape[1] > kernels.MOST:
         reason = f"they take at most {kernels.MOST} states of a channel"
     match choose_backend(SELECTIVE, SERVED, {"native": reason}):
@@ -303,7 +301,7 @@ def selective(
             form = selective_forms.reference
         case _:
             form = selective_forms.attend
-    return apart(_called_selective(form), tokens, fixed, state, **options)
+    return by_sequence(form, tokens, state, along=1, like=0, A=rates, D=skip, dt_bias=bias, **options)
 
 
 def _diagonal_again(
@@ -333,25 +331,6 @@ _exported_selective = operation(
     inputs=9,
     like=0,
 )
-
-Form = Callable[..., tuple[Tensor, Tensor]]
-
-
-def _called(form: Form) -> Form:
-    """Take operands as ``apart`` passes them."""
-
-    def run(tokens: Sequence[Tensor], _: Any, state: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        return form(*tokens, state, **options)
-
-    return run
-
-
-def _called_selective(form: Form) -> Form:
-    def run(tokens: Sequence[Tensor], fixed: Sequence[Tensor], state: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        (x, dt, B, C, z), (A, D, dt_bias) = tokens, fixed
-        return form(x, dt, A, B, C, D, z, dt_bias, state, **options)
-
-    return run
 
 
 def _zeros(x: Tensor, cu_seqlens: Tensor | None, *size: int) -> Tensor:

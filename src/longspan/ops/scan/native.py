@@ -12,9 +12,8 @@ from ..native import build, call
 from ..native.build.openmp import threads
 from ..native.call import HALVES, kernels, pointers, readable, strides
 from ..operands import double_backward, mark_overwritten, stored
-from ..packed import check_packed
+from ..packed import by_sequence, check_packed
 from . import diagonal_forms, selective_forms
-from .apart import apart
 
 TILE, BLOCK = 64, 64  # tokens and channels, as in native/scan/tiles.h
 MOST = 64  # states of a channel, as in native/scan/selective.cpp
@@ -85,11 +84,7 @@ class _Diagonal(torch.autograd.Function):
 
 
 def _diagonal_again(x: Tensor, g: Tensor, state: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    def form(tokens: Any, _: Any, state: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        x, g = tokens
-        return diagonal_forms.attend(x, g, state, **options)
-
-    return apart(form, (x, g), (), state, **options)
+    return by_sequence(diagonal_forms.attend, (x, g), state, along=1, like=0, **options)
 
 
 def _diagonal_forward(
@@ -227,23 +222,10 @@ class _Selective(torch.autograd.Function):
         return (*grads, None, None, None, None)
 
 
-def _selective_again(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    def form(tokens: Any, fixed: Any, state: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-        (x, dt, B, C, z), (A, D, dt_bias) = tokens, fixed
-        return selective_forms.attend(x, dt, A, B, C, D, z, dt_bias, state, **options)
-
-    return apart(form, (x, dt, B, C, z), (A, D, dt_bias), state, **options)
+def _selective_again(*given: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    x, dt, A, B, C, D, z, dt_bias, state = given
+    options |= {"A": A, "D": D, "dt_bias": dt_bias}
+    return by_sequence(selective_forms.attend, (x, dt, B, C, z), state, along=1, like=0, **options)
 
 
 def _selective_forward(

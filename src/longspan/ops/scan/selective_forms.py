@@ -35,14 +35,14 @@ def prepared(
 def reference(
     x: Tensor,
     dt: Tensor,
-    A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None,
     z: Tensor | None,
-    dt_bias: Tensor | None,
     state: Tensor,
     *,
+    A: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
     softplus: bool,
     mask: Tensor | None,
     segments: Tensor | None,
@@ -65,14 +65,14 @@ def reference(
 def attend(
     x: Tensor,
     dt: Tensor,
-    A: Tensor,
     B: Tensor,
     C: Tensor,
-    D: Tensor | None,
     z: Tensor | None,
-    dt_bias: Tensor | None,
     state: Tensor,
     *,
+    A: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor | None,
     softplus: bool,
     mask: Tensor | None,
     segments: Tensor | None,
@@ -83,15 +83,23 @@ def attend(
     """
     dtype, wide, clear = x.dtype, state.dtype, borders(segments, x)
     if not x.numel() or not A.numel():
-        return reference(x, dt, A, B, C, D, z, dt_bias, state, softplus=softplus, mask=mask, segments=segments)
+        options: dict[str, Any] = {
+            "A": A,
+            "D": D,
+            "dt_bias": dt_bias,
+            "softplus": softplus,
+            "mask": mask,
+            "segments": segments,
+        }
+        return reference(x, dt, B, C, z, state, **options)
     x, dt, b, c, z = prepared(x, dt, B, C, z, dt_bias, softplus, mask, wide)
     rates, out = A.to(wide), []
     keeps = torch.is_grad_enabled() and not transformed()
     for start in range(0, x.shape[1], CHUNK):
         given: list[Any] = [t[:, start : start + CHUNK] for t in (x, dt, b, c, clear)] + [rates, state]
         if keeps:
-            options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-            y, state = checkpoint(_chunk, *given, **options)  # pyright: ignore[reportGeneralTypeIssues] (torch's stubs do not know what it returns)
+            how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+            y, state = checkpoint(_chunk, *given, **how)  # pyright: ignore[reportGeneralTypeIssues] (torch's stubs do not know what it returns)
         else:
             y, state = _chunk(*given)
         out.append(y)
