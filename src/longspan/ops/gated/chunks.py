@@ -66,40 +66,27 @@ def attend(
 
 
 class _Attend(torch.autograd.Function):
+    """Takes the arguments of ``_forward``."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        beta: Tensor | None,
-        state: Tensor,
-        mask: Tensor | None,
-        segments: Tensor | None,
-        scale: float,
-        chunk: int,
-        kernels: bool,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
         # One operation for torch.compile, since tracing its inside gains nothing.
         run = _forward_op if torch.compiler.is_compiling() else _forward
-        o, end, starts = run(q, k, v, log_decay, beta, state, mask, segments, scale, chunk, kernels)
-        ctx.save_for_backward(q, k, v, log_decay, beta, state, mask, segments, starts)
-        ctx.options = scale, chunk, kernels
+        o, end, starts = run(*given)
+        ctx.save_for_backward(*given[:8], starts)
+        ctx.options = given[8:]
         return o, end
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        grad, grad_end = upstream
-        *inputs, mask, segments, starts = ctx.saved_tensors
+        *inputs, mask, segments, _ = saved = ctx.saved_tensors
         if torch.is_grad_enabled():
             scale, chunk, _ = ctx.options
             options: dict[str, Any] = {"mask": mask, "segments": segments, "scale": scale, "chunk": chunk}
-            grads = double_backward(composed, inputs, (grad, grad_end), **options)
+            grads = double_backward(composed, inputs, upstream, **options)
         else:
-            run = _backward_op if torch.compiler.is_compiling() else _backward
-            given: tuple[Any, ...] = (*inputs, mask, segments, starts, *ctx.options)
-            found = iter(run(grad, grad_end, *given))
+            run: Any = _backward_op if torch.compiler.is_compiling() else _backward
+            found = iter(run(*upstream, *saved, *ctx.options))
             grads = [None if t is None else next(found) for t in inputs]
         return (*grads, None, None, None, None, None)
 
@@ -502,39 +489,14 @@ _backward_op = torch.library.custom_op("longspan::chunks_backward", _backward, m
 
 
 @_forward_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    scale: float,
-    chunk: int,
-    kernels: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, _, v, _, beta, state, _, _, _, chunk, _ = given
     starts = state.new_empty(len(_chunk_spans(q, v, beta, chunk)) - 1, *state.shape)
     return torch.empty_like(v), torch.empty_like(state, memory_format=torch.contiguous_format), starts
 
 
 @_backward_op.register_fake
-def _(
-    grad: Tensor,
-    grad_end: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    starts: Tensor,
-    scale: float,
-    chunk: int,
-    kernels: bool,
-) -> list[Tensor]:
+def _(*given: Any) -> list[Tensor]:
+    _, _, q, k, v, log_decay, beta, state, *_ = given
     found = [torch.empty_like(t) for t in (q, k, v, log_decay, beta) if t is not None]
     return [*found, torch.empty_like(state, memory_format=torch.contiguous_format)]

@@ -52,56 +52,29 @@ def attend(
 
 
 class _Attend(torch.autograd.Function):
+    """Takes the arguments of ``_forward``."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        read: Tensor,
-        erase: Tensor,
-        log_decay: Tensor | None,
-        state: Tensor,
-        mask: Tensor | None,
-        segments: Tensor | None,
-        scale: float,
-        early: bool,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
         # One operation for torch.compile, since tracing its inside gains nothing.
         run = _forward_op if torch.compiler.is_compiling() else _forward
-        o, end, starts = run(q, k, v, read, erase, log_decay, state, mask, segments, scale, early, chunk)
-        ctx.save_for_backward(q, k, v, read, erase, log_decay, state, mask, segments, starts)
-        ctx.options = scale, early, chunk
+        o, end, starts = run(*given)
+        ctx.save_for_backward(*given[:9], starts)
+        ctx.options = given[9:]
         return o, end
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        *inputs, mask, segments, starts = ctx.saved_tensors
-        return (*gradients(upstream, inputs, mask, segments, starts, *ctx.options), None, None, None, None, None)
-
-
-def gradients(
-    upstream: tuple[Tensor, Tensor],
-    inputs: list[Any],
-    mask: Tensor | None,
-    segments: Tensor | None,
-    starts: Tensor,
-    scale: float,
-    early: bool,
-    chunk: int,
-) -> list[Tensor | None]:
-    """Return the gradients of the inputs q, k, v, read, erase, log_decay and state; differentiable if grad is enabled.
-
-    ``upstream``: those of the output and the last state. ``starts``: the states that ``_forward`` returns.
-    """
-    if torch.is_grad_enabled():
-        options: dict[str, Any] = {"mask": mask, "segments": segments, "scale": scale, "early": early, "chunk": chunk}
-        return double_backward(composed, inputs, upstream, **options)
-    run = _backward_op if torch.compiler.is_compiling() else _backward
-    given: tuple[Any, ...] = (*upstream, *inputs, mask, segments, starts, scale, early, chunk)
-    found = iter(run(*given))
-    return [None if t is None else next(found) for t in inputs]
+        *inputs, mask, segments, _ = saved = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            scale, early, chunk = ctx.options
+            options: dict[str, Any] = {"mask": mask, "segments": segments, "scale": scale}
+            grads = double_backward(composed, inputs, upstream, **options, early=early, chunk=chunk)
+        else:
+            run: Any = _backward_op if torch.compiler.is_compiling() else _backward
+            found = iter(run(*upstream, *saved, *ctx.options))
+            grads = [None if t is None else next(found) for t in inputs]
+        return (*grads, None, None, None, None, None)
 
 
 @dataclass
@@ -350,41 +323,14 @@ _backward_op = torch.library.custom_op("longspan::general_chunks_backward", _bac
 
 
 @_forward_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    read: Tensor,
-    erase: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    scale: float,
-    early: bool,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, _, v, _, _, _, state, *_, chunk = given
     starts = state.new_empty(len(chunks._chunk_spans(q, v, v, chunk)) - 1, *state.shape)
     return torch.empty_like(v), torch.empty_like(state, memory_format=torch.contiguous_format), starts
 
 
 @_backward_op.register_fake
-def _(
-    grad: Tensor,
-    grad_end: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    read: Tensor,
-    erase: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    starts: Tensor,
-    scale: float,
-    early: bool,
-    chunk: int,
-) -> list[Tensor]:
-    found = [torch.empty_like(t) for t in (q, k, v, read, erase, log_decay) if t is not None]
+def _(*given: Any) -> list[Tensor]:
+    _, _, *inputs, state = given[:9]
+    found = [torch.empty_like(t) for t in inputs if t is not None]
     return [*found, torch.empty_like(state, memory_format=torch.contiguous_format)]

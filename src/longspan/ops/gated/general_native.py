@@ -46,27 +46,14 @@ def attend(
 
 
 class _Attend(torch.autograd.Function):
+    """Takes the arguments of ``_forward`` but ``keeps``."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        read: Tensor,
-        erase: Tensor,
-        log_decay: Tensor | None,
-        state: Tensor,
-        mask: Tensor | None,
-        segments: Tensor | None,
-        offsets: Tensor | None,
-        scale: float,
-        early: bool,
-    ) -> tuple[Tensor, Tensor]:
-        run = _forward_op if torch.compiler.is_compiling() else _forward
-        keeps = any(ctx.needs_input_grad)
-        o, end, starts = run(q, k, v, read, erase, log_decay, state, mask, segments, offsets, scale, early, keeps)
-        ctx.save_for_backward(q, k, v, read, erase, log_decay, state, mask, segments, offsets, starts)
-        ctx.options = scale, early
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        run: Any = _forward_op if torch.compiler.is_compiling() else _forward
+        o, end, starts = run(*given, any(ctx.needs_input_grad))
+        ctx.save_for_backward(*given[:10], starts)
+        ctx.options = given[10:]
         return o, end
 
     @staticmethod
@@ -237,43 +224,16 @@ _backward_op = torch.library.custom_op("longspan::general_backward", _backward, 
 
 
 @_forward_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    read: Tensor,
-    erase: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-    scale: float,
-    early: bool,
-    keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, _, v, _, _, _, state, _, _, offsets, _, _, keeps = given
     end = torch.empty_like(state, memory_format=torch.contiguous_format)
     return torch.empty_like(v), end, _starts(state, q, offsets, keeps)
 
 
 @_backward_op.register_fake
-def _(
-    grad: Tensor,
-    grad_end: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    read: Tensor,
-    erase: Tensor,
-    log_decay: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-    starts: Tensor,
-    scale: float,
-    early: bool,
-) -> list[Tensor]:
-    found = [torch.empty_like(t) for t in (q, k, v, read, erase, log_decay) if t is not None]
+def _(*given: Any) -> list[Tensor]:
+    _, grad_end, *inputs = given[:8]
+    found = [torch.empty_like(t) for t in inputs if t is not None]
     return [*found, torch.empty_like(grad_end, memory_format=torch.contiguous_format)]
 
 

@@ -55,19 +55,13 @@ def diagonal(
 
 
 class _Diagonal(torch.autograd.Function):
+    """Takes the arguments of ``_diagonal_forward`` but ``keeps``."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        g: Tensor,
-        state: Tensor,
-        mask: Tensor | None,
-        segments: Tensor | None,
-        offsets: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        run = _diagonal_forward_op if torch.compiler.is_compiling() else _diagonal_forward
-        y, end, starts = run(x, g, state, mask, segments, offsets, any(ctx.needs_input_grad))
-        ctx.save_for_backward(x, g, state, mask, segments, offsets, starts)
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        run: Any = _diagonal_forward_op if torch.compiler.is_compiling() else _diagonal_forward
+        y, end, starts = run(*given, any(ctx.needs_input_grad))
+        ctx.save_for_backward(*given, starts)
         return y, end
 
     @staticmethod
@@ -182,29 +176,14 @@ def selective(
 
 
 class _Selective(torch.autograd.Function):
+    """Takes the arguments of ``_selective_forward`` but ``keeps``."""
+
     @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        D: Tensor | None,
-        z: Tensor | None,
-        dt_bias: Tensor | None,
-        state: Tensor,
-        mask: Tensor | None,
-        segments: Tensor | None,
-        offsets: Tensor | None,
-        softplus: bool,
-    ) -> tuple[Tensor, Tensor]:
-        run = _selective_forward_op if torch.compiler.is_compiling() else _selective_forward
-        given = (x, dt, A, B, C, D, z, dt_bias, state, mask, segments, offsets)
-        options: tuple[Any, ...] = (softplus, any(ctx.needs_input_grad))
-        y, end, starts = run(*given, *options)
-        ctx.save_for_backward(*given, starts)
-        ctx.softplus = softplus
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        run: Any = _selective_forward_op if torch.compiler.is_compiling() else _selective_forward
+        y, end, starts = run(*given, any(ctx.needs_input_grad))
+        *tensors, ctx.softplus = given
+        ctx.save_for_backward(*tensors, starts)
         return y, end
 
     @staticmethod
@@ -368,70 +347,26 @@ _selective_backward_op = torch.library.custom_op("longspan::selective_backward",
 
 
 @_diagonal_forward_op.register_fake
-def _(
-    x: Tensor,
-    g: Tensor,
-    state: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-    keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x, _, state, _, _, offsets, keeps = given
     return torch.empty_like(x), _empty(state), _starts(state, x, offsets, keeps)
 
 
 @_diagonal_backward_op.register_fake
-def _(
-    grad: Tensor,
-    grad_end: Tensor,
-    x: Tensor,
-    g: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-    starts: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    _, grad_end, x, g, *_ = given
     return torch.empty_like(x), torch.empty_like(g), _empty(grad_end)
 
 
 @_selective_forward_op.register_fake
-def _(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    state: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-    softplus: bool,
-    keeps: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x, *_, state, _, _, offsets, _, keeps = given
     return torch.empty_like(x), _empty(state), _starts(state, x, offsets, keeps)
 
 
 @_selective_backward_op.register_fake
-def _(
-    grad: Tensor,
-    grad_end: Tensor,
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-    starts: Tensor,
-    softplus: bool,
-) -> list[Tensor]:
+def _(*given: Any) -> list[Tensor]:
+    _, grad_end, x, dt, A, B, C, D, z, dt_bias, *_ = given
     db, dc = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (B, C))
     rates, skip, bias = (None if t is None else _empty(t) for t in (A, D, dt_bias))
     dz = None if z is None else torch.empty_like(z)
