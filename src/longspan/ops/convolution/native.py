@@ -210,30 +210,14 @@ _backward_op = torch.library.custom_op("longspan::convolution_backward", _backwa
 
 
 @_forward_op.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    silu: bool,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-) -> tuple[Tensor, ...]:
+def _(*given: Any) -> tuple[Tensor, ...]:
+    x, _, _, state, *_ = given
     return torch.empty_like(x), torch.empty_like(state, memory_format=torch.contiguous_format)
 
 
 @_backward_op.register_fake
-def _(
-    grad: Tensor,
-    grad_end: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    silu: bool,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-) -> tuple[Tensor, ...]:
+def _(*given: Any) -> tuple[Tensor, ...]:
+    _, _, x, weight, _, state, *_ = given
     first = torch.empty_like(state, memory_format=torch.contiguous_format)
     return torch.empty_like(x), weight.new_empty(weight.shape), weight.new_empty(x.shape[-1]), first
 

@@ -202,30 +202,14 @@ _backward_op = torch.library.custom_op("longspan::triton_convolution_backward", 
 
 
 @_forward_op.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    silu: bool,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _(*given: Any) -> tuple[Tensor, Tensor]:
+    x, _, _, state, *_ = given
     return torch.empty_like(x), torch.empty_like(state, memory_format=torch.contiguous_format)
 
 
 @_backward_op.register_fake
-def _(
-    grad: Tensor,
-    grad_end: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    silu: bool,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, _, x, weight, bias, state, *_ = given
     first = torch.empty_like(state, memory_format=torch.contiguous_format)
     dbias = weight.new_empty(x.shape[-1], dtype=torch.float32 if bias is None else bias.dtype)
     return torch.empty_like(x), weight.new_empty(weight.shape), dbias, first

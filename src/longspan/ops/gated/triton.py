@@ -150,18 +150,8 @@ _backward_op = torch.library.custom_op("longspan::triton_decay_backward", _backw
 
 
 @_forward_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-    scale: float,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    q, _, v, _, state, _, _, offsets, _, _ = given
     batch, heads, n, values = v.shape
     span = min(SPAN, max(64, 1 << (n - 1).bit_length()))
     spans = -(-n // span) if offsets is None else n // span + len(offsets) - 1
@@ -171,22 +161,8 @@ def _(
 
 
 @_backward_op.register_fake
-def _(
-    grad: Tensor,
-    grad_end: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-    starts: Tensor,
-    wholes: Tensor,
-    scale: float,
-    normalize: bool,
-    decays: bool,
-) -> list[Tensor]:
+def _(*given: Any) -> list[Tensor]:
+    _, grad_end, q, k, v, log_decay, *_, normalize, decays = given
     # Gradients that are summed over value heads, or scaled afterwards, are contiguous.
     shared = v.shape[1] > q.shape[1] or normalize
     found = [t.new_empty(t.shape) if shared else torch.empty_like(t) for t in (q, k)]
