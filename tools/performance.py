@@ -86,6 +86,10 @@ COMMANDS = {
 SPECIAL = {
     ("xeon-avx512-2-cores", "shared"): "gated 'gated delta' 'channel delta' --size 128 --heads 32 --key-heads 16 "
     "--length 2048 --batches 1,16 --rounds 3",
+    ("epyc-2-cores", "attention"): "attention linear linear@torch ft --peers --lengths 512,4096,16384,65536 --rounds 3 "
+    "--limit 14",
+    ("epyc-2-cores", "profile"): "profile --rounds 5",
+    ("epyc-2-cores", "profile_avx2"): "profile --rounds 5",
 }
 # What stands before the command of a result.
 ENVIRONMENT = {"profile_avx2": "LONGSPAN_ISA=avx2 "}
