@@ -589,26 +589,39 @@ def test_a_reader_of_one_byte_at_a_time_has_bounded_memory():
 def test_a_stream_that_was_cancelled_for_its_backlog_has_no_gap():
     """Its text is a beginning of what the model says, and its finish_reason says that it is cut."""
     with gated(limits=Limits(backlog=20)) as (running, gate):
-        loop = asyncio.run_coroutine_threadsafe
-        client = ask(running, prompt="a", max_tokens=100, temperature=0, stream=True)
-        until(lambda: running.pool.waiting == 1)
-        entered, leave = threading.Event(), threading.Event()
-
-        async def hold():
-            entered.set()
-            leave.wait(30)
-
-        held = loop(hold(), _loop_of(running))  # the event loop does not run while the model draws 30 tokens
-        entered.wait(30)
-        gate.step(30)
-        leave.set()
-        held.result(30)
-        gate.release()
-        answer = body_of(client)
-        pieces = [json.loads(line[6:])["choices"][0] for line in answer.splitlines() if line.startswith("data: {")]
-        text = "".join(piece["text"] for piece in pieces)
+        pieces = cut_for_backlog(running, gate, prompt="a")
         assert pieces[-1]["finish_reason"] == "cancelled"
-        assert text == text_of(running.alone("a", 20))
+        assert "".join(piece["text"] for piece in pieces) == text_of(running.alone("a", 20))
+
+
+def test_a_turn_that_was_cancelled_for_its_backlog_leaves_its_session():
+    with gated(limits=Limits(backlog=20)) as (running, gate):
+        session = running.client.post("/sessions", json={}).json()["id"]
+        assert cut_for_backlog(running, gate, prompt="a", session=session)[-1]["finish_reason"] == "cancelled"
+        assert running.client.get(f"/sessions/{session}").json()["tokens"] == []
+        body = {"session": session, "prompt": "a", "max_tokens": 4, "temperature": 0}
+        assert running.client.post("/completions", json=body).json()["choices"][0]["text"] == text_of(
+            running.alone("a", 4)
+        )
+
+
+def cut_for_backlog(running, gate, **body):
+    """The pieces of a stream for which the model draws 30 tokens while the event loop stands still."""
+    client = ask(running, max_tokens=100, temperature=0, stream=True, **body)
+    until(lambda: running.pool.waiting == 1)
+    entered, leave = threading.Event(), threading.Event()
+
+    async def hold():
+        entered.set()
+        leave.wait(30)
+
+    held = asyncio.run_coroutine_threadsafe(hold(), _loop_of(running))
+    entered.wait(30)
+    gate.step(30)
+    leave.set()
+    held.result(30)
+    gate.release()
+    return [json.loads(line[6:])["choices"][0] for line in body_of(client).splitlines() if line.startswith("data: {")]
 
 
 def _loop_of(running):
