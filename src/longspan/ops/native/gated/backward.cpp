@@ -261,7 +261,7 @@ struct Pass {
                     if (gates.delta) store(work.plus + i * kp + d, plus);
                 }
             }
-            chunk.decay_earlier(first, end);
+            decay_rows(chunk.alpha, kp, first, end, chunk.left, first);
         }
         std::memcpy(work.minus, work.out, sizeof(float) * n * kp);
         for (long first = (n - 1) / STRIP * STRIP; first >= 0; first -= STRIP) {
@@ -277,7 +277,7 @@ struct Pass {
                     }
                 }
             if (!first) break;
-            chunk.decay_rows(work.minus, first, first, end);
+            decay_rows(chunk.alpha, kp, first, end, work.minus, first);
             later(chunk, first, end, work.da, chunk.q, work.minus);
             if (gates.delta) later(chunk, first, end, work.db, chunk.k, work.minus);
         }
@@ -286,19 +286,12 @@ struct Pass {
     // into_i += e^(G_i - G) sum_j x_ij left_j for the tokens of a strip and the keys j before it, with G before the strip.
     void earlier(const Chunk& chunk, long first, long end, const float* x, float* into) const {
         gemm<false>(end - first, kp(), first, x + first * C, C, 1, chunk.left, kp(), chunk.near, kp());
-        for (long d = 0; d < kp(); d += W) {
-            vec passed = splat(1.0f);
-            for (long i = first; i < end; ++i) {
-                passed = passed * load(chunk.alpha + i * kp() + d);
-                float* row = into + i * kp() + d;
-                store(row, load(row) + passed * load(chunk.near + (i - first) * kp() + d));
-            }
-        }
+        add_since(chunk.alpha, kp(), first, end, chunk.near, into);
     }
 
     // into_j += sum_i x_ij e^(G_i - G) of_i for the same pairs.
     void later(const Chunk& chunk, long first, long end, const float* x, const float* of, float* into) const {
-        chunk.since(first, end, of, chunk.near);
+        since(chunk.alpha, kp(), first, end, of, chunk.near);
         gemm<true>(first, kp(), end - first, x + first * C, 1, C, chunk.near, kp(), into, kp());
     }
 

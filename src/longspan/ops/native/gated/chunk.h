@@ -149,6 +149,56 @@ void gather_values(const Operands<T>& from, const Gates& gates, Tokens at, Opera
 constexpr long PAIRS = 48;
 static_assert(PAIRS >= STRIP * (STRIP + 1) / 2 && PAIRS % 16 == 0);
 
+// Products with decays per channel are computed strip by strip. G is the sum of the log decays up to a token of the chunk;
+// alpha (C, ld) holds e^(log decay). A factor e^(G_i - G_j) of a token i of the strip and an earlier one j is the product of
+// two numbers up to 1, since the one before the strip lies between them.
+
+// out_i = e^(G_i - G) x_i for the tokens of a strip, with G before it; early: e^(G_(i-1) - G) x_i.
+inline void since(const float* alpha, long ld, long first, long end, const float* x, float* out, bool early = false) {
+    for (long d = 0; d < ld; d += W) {
+        vec passed = splat(1.0f);
+        for (long i = first; i < end; ++i) {
+            const vec now = passed * load(alpha + i * ld + d);
+            store(out + (i - first) * ld + d, (early ? passed : now) * load(x + i * ld + d));
+            passed = now;
+        }
+    }
+}
+
+// into_i += e^(G_i - G) x_i, or the same with ``early``, for x (STRIP, ld).
+inline void add_since(const float* alpha, long ld, long first, long end, const float* x, float* into, bool early = false) {
+    for (long d = 0; d < ld; d += W) {
+        vec passed = splat(1.0f);
+        for (long i = first; i < end; ++i) {
+            const vec now = passed * load(alpha + i * ld + d);
+            float* row = into + i * ld + d;
+            store(row, load(row) + (early ? passed : now) * load(x + (i - first) * ld + d));
+            passed = now;
+        }
+    }
+}
+
+// The first ``rows`` rows of x (C, ld), times the decays of all tokens of a strip.
+inline void decay_rows(const float* alpha, long ld, long first, long end, float* x, long rows) {
+    for (long d = 0; rows && d < ld; d += W) {
+        vec passed = load(alpha + first * ld + d);
+        for (long i = first + 1; i < end; ++i) passed *= load(alpha + i * ld + d);
+        for (long j = 0; j < rows; ++j) store(x + j * ld + d, load(x + j * ld + d) * passed);
+    }
+}
+
+// A strip's rows of a product (C, C) of n tokens from the lanes (PAIRS, W) of its pairs j <= i; row i is zero from column
+// i + own on.
+inline void finish_strip(const float* pairs, long first, long end, long own, long n, float* out) {
+    float sums[PAIRS];
+    sum_lanes(pairs, (end - first) * (end - first + 1) / 2, sums);
+    const float* from = sums;
+    for (long i = first; i < end; from += i + 1 - first, ++i) {
+        std::memcpy(out + i * C + first, from, sizeof(float) * (i + 1 - first));
+        finish_row(out + i * C, nullptr, i, n, i + own);
+    }
+}
+
 // One chunk of one head in scratch memory; (C, kp) unless noted.
 struct Chunk {
     const Gates& gates;
@@ -274,10 +324,9 @@ struct Chunk {
         for (long j = 0; j < kp; j += W) store(whole + j, splat(start[n - 1]));
     }
 
-    // With a decay per channel, A and B are products of matrices only if both factors are relative to a token between j and i,
-    // since e^(G_i - G_j) then is a product of two numbers up to 1. For keys before a strip of tokens that is the one before
-    // the strip: left_j is e^(G - G_j) k_j with G there. Within the strip keys decay token by token; before token i, left_j
-    // is e^(G_i - G_j) k_j. At the end left belongs to the last token.
+    // With a decay per channel, A and B are products of matrices for the keys before a strip, where left_j is e^(G - G_j) k_j
+    // with G before it. Within the strip keys decay token by token; before token i, left_j is e^(G_i - G_j) k_j. At the end
+    // left belongs to the last token.
     void sweep(Rows<const float> decays, long batch, long begin, bool reads) {
         ::read(decays, begin, n, gates.keys, alpha, kp);
         for (long i = 0; gates.mask && i < n; ++i)
@@ -298,8 +347,8 @@ struct Chunk {
             const long end = first + STRIP < n ? first + STRIP : n;
             if (first) {
                 transpose(left, kp, turned, C, whole_vectors(first), kp);
-                if (reads) since(first, end, q, near), products(first, end, a);
-                if (gates.delta) since(first, end, k, near), products(first, end, b);
+                if (reads) since(alpha, kp, first, end, q, near), products(first, end, a);
+                if (gates.delta) since(alpha, kp, first, end, k, near), products(first, end, b);
             }
             for (long i = first, pair = 0; i < end; ++i) {
                 decay_keys(first, i);
@@ -309,9 +358,9 @@ struct Chunk {
                     if (gates.delta) store(more + pair * W, dot_lanes(k + i * kp, key, kp));
                 }
             }
-            if (reads) finish_strip(lanes, first, end, 1, a);
-            if (gates.delta) finish_strip(more, first, end, 0, b);
-            decay_earlier(first, end);
+            if (reads) finish_strip(lanes, first, end, 1, n, a);
+            if (gates.delta) finish_strip(more, first, end, 0, n, b);
+            decay_rows(alpha, kp, first, end, left, first);
         }
         std::memcpy(whole, grown + (n - 1) * kp, sizeof(float) * kp);
     }
@@ -321,45 +370,11 @@ struct Chunk {
         gemm<false>(end - first, whole_vectors(first), gates.keys, near, kp, 1, turned, C, out + first * C, C);
     }
 
-    // A strip's rows of A or B from the lanes of the products of its pairs; row i is zero from column i + own on.
-    void finish_strip(const float* pairs, long first, long end, long own, float* out) const {
-        float sums[PAIRS];
-        sum_lanes(pairs, (end - first) * (end - first + 1) / 2, sums);
-        const float* from = sums;
-        for (long i = first; i < end; from += i + 1 - first, ++i) {
-            std::memcpy(out + i * C + first, from, sizeof(float) * (i + 1 - first));
-            finish_row(out + i * C, nullptr, i, n, i + own);
-        }
-    }
-
    public:
-    // out_i = e^(G_i - G) x_i for the tokens of a strip, with G before it.
-    void since(long first, long end, const float* x, float* out) const {
-        for (long d = 0; d < kp; d += W) {
-            vec passed = splat(1.0f);
-            for (long i = first; i < end; ++i) {
-                passed = passed * load(alpha + i * kp + d);
-                store(out + (i - first) * kp + d, passed * load(x + i * kp + d));
-            }
-        }
-    }
-
     // left_j, j < i, of the strip that begins at ``first`` advances from token i - 1 to token i, where left_i = k_i starts.
     void decay_keys(long first, long i) {
         for (long j = first; j < i; ++j) scale_row(left + j * kp, left + j * kp, alpha + i * kp, kp);
         std::memcpy(left + i * kp, k + i * kp, sizeof(float) * kp);
-    }
-
-    // left_j, j < first, advances to the last token of the strip.
-    void decay_earlier(long first, long end) { decay_rows(left, first, first, end); }
-
-    // The first ``rows`` rows of x (C, kp), times the decays of the tokens first ... end.
-    void decay_rows(float* x, long rows, long first, long end) const {
-        for (long d = 0; rows && d < kp; d += W) {
-            vec passed = load(alpha + first * kp + d);
-            for (long i = first + 1; i < end; ++i) passed = passed * load(alpha + i * kp + d);
-            for (long j = 0; j < rows; ++j) store(x + j * kp + d, load(x + j * kp + d) * passed);
-        }
     }
 };
 

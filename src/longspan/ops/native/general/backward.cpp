@@ -235,28 +235,71 @@ struct Pass {
         upper_times(n, kp, work.re, C, piece.r, kp, work.de, kp);
     }
 
-    // The same per channel: keys decay from the first token to the last, gradients from the last to the first.
+    // The same per channel, strip by strip: keys decay from the first strip to the last, gradients from the last to the first.
     void sweep(Piece& piece, Work& work) const {
         const long n = piece.n, kp = this->kp();
         const bool early = piece.early;
-        for (long i = 0; i < n; ++i) {
-            if (early) gather(piece, work.rk, work.re, i, work.dr);
-            piece.decay_keys(i);
-            if (!early) gather(piece, work.rk, work.re, i, work.dr);
-            gather(piece, work.qk, work.qe, i, work.dq);
+        for (long first = 0; first < n; first += STRIP) {
+            const long end = first + STRIP < n ? first + STRIP : n;
+            if (first) {
+                earlier(piece, first, end, work.rk, work.re, early, work.dr);
+                earlier(piece, first, end, work.qk, work.qe, false, work.dq);
+            }
+            for (long i = first; i < end; ++i) {
+                if (early) gather(piece, work.rk, work.re, first, i, work.dr);
+                piece.decay_keys(first, i);
+                if (!early) gather(piece, work.rk, work.re, first, i, work.dr);
+                gather(piece, work.qk, work.qe, first, i, work.dq);
+            }
+            decay_rows(piece.alpha, kp, first, end, piece.left, first);
+            decay_rows(piece.alpha, kp, first, end, piece.gone, first);
         }
         std::memcpy(work.dk, work.put, sizeof(float) * n * kp);
         std::memcpy(work.de, work.taken, sizeof(float) * n * kp);
+        for (long first = (n - 1) / STRIP * STRIP; first >= 0; first -= STRIP) {
+            const long end = first + STRIP < n ? first + STRIP : n;
+            scatter(piece, work, first, end);
+            if (!first) break;
+            decay_rows(piece.alpha, kp, first, end, work.dk, first);
+            decay_rows(piece.alpha, kp, first, end, work.de, first);
+            later(piece, first, end, work.qk, work.qe, piece.q, false, work);
+            later(piece, first, end, work.rk, work.re, piece.r, early, work);
+        }
+    }
+
+    // Row i of ``into`` += the decayed keys and erasures of its strip before it, weighted by row i of two gradients of products.
+    void gather(const Piece& piece, const float* keys, const float* erasures, long first, long i, float* into) const {
+        const long kp = this->kp();
+        // The diagonal of a product with queries is taken out, and that of one with reads is zero.
+        for (long d = 0; d < kp; d += W) {
+            vec acc = load(into + i * kp + d);
+            for (long j = first; j < i; ++j)
+                acc += keys[i * C + j] * load(piece.left + j * kp + d) + erasures[i * C + j] * load(piece.gone + j * kp + d);
+            store(into + i * kp + d, acc);
+        }
+    }
+
+    // The same for all rows of a strip and the keys and erasures before it.
+    void earlier(const Piece& piece, long first, long end, const float* keys, const float* erasures, bool early,
+                 float* into) const {
+        const long kp = this->kp(), rows = end - first;
+        gemm<false>(rows, kp, first, keys + first * C, C, 1, piece.left, kp, piece.near, kp);
+        gemm<true>(rows, kp, first, erasures + first * C, C, 1, piece.gone, kp, piece.near, kp);
+        add_since(piece.alpha, kp, first, end, piece.near, into, early);
+    }
+
+    // The gradients of the keys and erasures of a strip from its queries and reads.
+    void scatter(const Piece& piece, Work& work, long first, long end) const {
+        const long kp = this->kp();
         for (long d = 0; d < kp; d += W)
-            for (long i = n - 1; i >= 0; --i) {
-                const bool more = i + 1 < n;
-                const vec rate = more ? load(piece.alpha + (i + 1) * kp + d) : splat(1.0f);
+            for (long i = end - 1; i >= first; --i) {
+                const vec rate = i + 1 < end ? load(piece.alpha + (i + 1) * kp + d) : splat(1.0f);
                 const vec query = load(piece.q + i * kp + d);
                 // A token that reads before its decay reads at the decay of the token before.
-                const long reader = early ? i + 1 : i;
-                const bool reads = reader < n;
+                const long reader = piece.early ? i + 1 : i;
+                const bool reads = reader < end;
                 const vec read = reads ? load(piece.r + reader * kp + d) : vec{};
-                for (long j = 0; j <= i; ++j) {
+                for (long j = first; j <= i; ++j) {
                     vec key = load(work.dk + j * kp + d) * rate + work.qk[i * C + j] * query;
                     vec erasure = load(work.de + j * kp + d) * rate + work.qe[i * C + j] * query;
                     if (reads) {
@@ -269,16 +312,13 @@ struct Pass {
             }
     }
 
-    // Row i of ``into`` += the decayed keys and erasures before it, weighted by row i of two gradients of products.
-    void gather(const Piece& piece, const float* keys, const float* erasures, long i, float* into) const {
-        const long kp = this->kp();
-        // The diagonal of a product with queries is taken out, and that of one with reads is zero.
-        for (long d = 0; d < kp; d += W) {
-            vec acc = load(into + i * kp + d);
-            for (long j = 0; j < i; ++j)
-                acc += keys[i * C + j] * load(piece.left + j * kp + d) + erasures[i * C + j] * load(piece.gone + j * kp + d);
-            store(into + i * kp + d, acc);
-        }
+    // The gradients of the keys and erasures before a strip from its queries or reads x.
+    void later(const Piece& piece, long first, long end, const float* keys, const float* erasures, const float* x, bool early,
+               Work& work) const {
+        const long kp = this->kp(), rows = end - first;
+        since(piece.alpha, kp, first, end, x, piece.near, early);
+        gemm<true>(first, kp, rows, keys + first * C, 1, C, piece.near, kp, work.dk, kp);
+        gemm<true>(first, kp, rows, erasures + first * C, 1, C, piece.near, kp, work.de, kp);
     }
 
     void store_gradients(const Piece& piece, Work& work, long row, long begin, bool adds) const {

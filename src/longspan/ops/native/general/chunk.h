@@ -63,20 +63,21 @@ struct Piece {
     float *qk, *qe, *rk, *re, *weight; // the products, and e^(G_i - G_j) by head: (C, C)
     float *whole;                      // e^G_end (kp)
     float *start;                      // e^G by head (C)
-    float *turned, *lanes[4];          // (kp or vp, C), (C, W) each
+    float *turned, *lanes[4];          // (kp or vp, C), (PAIRS, W) each
+    float* near;                       // queries or reads of a strip: (STRIP, kp)
     float *w;                          // what the erasures write (C, vp)
 
     Piece(const General& general, Scratch& scratch)
         : gates(general.gates), early(general.early), kp(gates.kp()), vp(gates.vp()) {
         for (float** p : {&read, &entering, &left, &gone, &alpha, &grown}) *p = scratch.take(C * kp);
         for (float** p : {&qk, &qe, &rk, &re, &weight}) *p = scratch.take(C * C);
-        for (float*& p : lanes) p = scratch.take(C * W);
+        for (float*& p : lanes) p = scratch.take(PAIRS * W);
         w = scratch.take(C * vp), whole = scratch.take(kp), start = scratch.take(C);
-        turned = scratch.take(C * (kp > vp ? kp : vp));
+        turned = scratch.take(C * (kp > vp ? kp : vp)), near = scratch.take(STRIP * kp);
     }
     static long size(const Gates& gates) {
         const long kp = gates.kp(), vp = gates.vp();
-        return C * (6 * kp + vp + 5 * C + 4 * W + 1 + (kp > vp ? kp : vp)) + kp;
+        return C * (6 * kp + vp + 5 * C + 1 + (kp > vp ? kp : vp)) + (STRIP + 1) * kp + 4 * PAIRS * W;
     }
 
     // Tokens begin ... begin + count of a head, and everything that does not depend on the state; reads: queries too.
@@ -123,9 +124,10 @@ struct Piece {
         gemm<true>(gates.keys, vp, n, gone, 1, kp, w, vp, s, vp);
     }
 
-    // left_j and gone_j, j < i, advance from token i - 1 to token i, where they start as k_i and e_i.
-    void decay_keys(long i) {
-        for (long j = 0; j < i; ++j) {
+    // left_j and gone_j, j < i, of the strip that begins at ``first`` advance from token i - 1 to token i, where they start as
+    // k_i and e_i.
+    void decay_keys(long first, long i) {
+        for (long j = first; j < i; ++j) {
             scale_row(left + j * kp, left + j * kp, alpha + i * kp, kp);
             scale_row(gone + j * kp, gone + j * kp, alpha + i * kp, kp);
         }
@@ -182,49 +184,65 @@ struct Piece {
         for (long j = 0; j < kp; j += W) store(whole + j, splat(start[n - 1]));
     }
 
-    // With a decay per channel, the products are not matrix products. They are computed from keys and erasures that decay
-    // token by token: before token i, left_j is e^(G_i - G_j) k_j; at the end it belongs to the last token.
+    // With a decay per channel, strip by strip, as in ``gated``: before token i of a strip, left_j is e^(G_i - G_j) k_j for the
+    // keys of the strip, and e^(G - G_j) k_j with G before the strip for earlier ones. At the end it belongs to the last token.
     void sweep(Rows<const float> decays, long batch, long begin, bool reads) {
         ::read(decays, begin, n, gates.keys, alpha, kp);
-        for (long i = 0; i < n; ++i) {
-            float* rate = alpha + i * kp;
-            if (gates.hidden(batch, begin + i)) std::memset(rate, 0, sizeof(float) * kp);
-            for (long d = 0; d < kp; d += W) {
-                const vec f = fading(load(rate + d));
-                store(rate + d, f);
-                const vec before = i ? load(grown + (i - 1) * kp + d) : splat(1.0f), g = before * f;
-                store(grown + i * kp + d, g);
-                if (reads) store(read + i * kp + d, load(q + i * kp + d) * g);
-                store(entering + i * kp + d, load(r + i * kp + d) * (early ? before : g));
+        for (long i = 0; gates.mask && i < n; ++i)
+            if (gates.hidden(batch, begin + i)) std::memset(alpha + i * kp, 0, sizeof(float) * kp);
+        for (long d = 0; d < kp; d += W) {
+            vec g = splat(1.0f);
+            for (long at = d; at < n * kp; at += kp) {
+                const vec before = g, rate = fading(load(alpha + at));
+                store(alpha + at, rate);
+                g *= rate;
+                store(grown + at, g);
+                if (reads) store(read + at, load(q + at) * g);
+                store(entering + at, load(r + at) * (early ? before : g));
             }
-            if (early) look(i);
-            decay_keys(i);
-            if (!early) look(i);
-            if (!reads) continue;
-            for (long j = 0; j <= i; ++j) {
-                store(lanes[2] + j * W, dot_lanes(q + i * kp, left + j * kp, kp));
-                store(lanes[3] + j * W, dot_lanes(q + i * kp, gone + j * kp, kp));
+        }
+        for (long first = 0; first < n; first += STRIP) {
+            const long end = first + STRIP < n ? first + STRIP : n;
+            if (first) {
+                products(first, end, left, reads ? qk : nullptr, rk);
+                products(first, end, gone, reads ? qe : nullptr, re);
             }
-            finish(i, lanes[2], i + 1, qk);
-            finish(i, lanes[3], i + 1, qe);
+            for (long i = first, pair = 0; i < end; pair += i + 1 - first, ++i) {
+                if (early) dots(r, first, i, i, pair, lanes[0], lanes[1]);
+                decay_keys(first, i);
+                if (!early) dots(r, first, i, i, pair, lanes[0], lanes[1]);
+                if (reads) dots(q, first, i, i + 1, pair, lanes[2], lanes[3]);
+            }
+            finish_strip(lanes[0], first, end, 0, n, rk);
+            finish_strip(lanes[1], first, end, 0, n, re);
+            if (reads) {
+                finish_strip(lanes[2], first, end, 1, n, qk);
+                finish_strip(lanes[3], first, end, 1, n, qe);
+            }
+            decay_rows(alpha, kp, first, end, left, first);
+            decay_rows(alpha, kp, first, end, gone, first);
         }
         std::memcpy(whole, grown + (n - 1) * kp, sizeof(float) * kp);
     }
 
-    // Row i of [r k] and [r e].
-    void look(long i) {
-        for (long j = 0; j < i; ++j) {
-            store(lanes[0] + j * W, dot_lanes(r + i * kp, left + j * kp, kp));
-            store(lanes[1] + j * W, dot_lanes(r + i * kp, gone + j * kp, kp));
-        }
-        finish(i, lanes[0], i, rk);
-        finish(i, lanes[1], i, re);
+    // A strip's rows of the products of queries (unless null) and reads with keys or erasures before the strip; further
+    // columns are overwritten later.
+    void products(long first, long end, const float* keys, float* queried, float* looked) const {
+        transpose(keys, kp, turned, C, whole_vectors(first), kp);
+        const auto multiply = [&](const float* x, bool before, float* out) {
+            since(alpha, kp, first, end, x, near, before);
+            gemm<false>(end - first, whole_vectors(first), gates.keys, near, kp, 1, turned, C, out + first * C, C);
+        };
+        if (queried) multiply(q, false, queried);
+        multiply(r, early, looked);
     }
 
-    // Row i of a product from the lanes of its first ``count`` numbers.
-    void finish(long i, const float* from, long count, float* product) const {
-        sum_lanes(from, count, product + i * C);
-        finish_row(product + i * C, nullptr, i, n, count);
+    // The lanes of the products of row i of x with left_j and gone_j, first <= j < end, from ``pair`` on.
+    void dots(const float* x, long first, long i, long end, long pair, float* with_left, float* with_gone) const {
+        for (long j = first; j < end; ++j, ++pair) {
+            store(with_left + pair * W, dot_lanes(x + i * kp, left + j * kp, kp));
+            store(with_gone + pair * W, dot_lanes(x + i * kp, gone + j * kp, kp));
+        }
     }
 
    public:
