@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -143,3 +144,12 @@ def blocks() -> Callable[[Path, str], list[str]]:
         return re.findall(rf"^```{language}\n(.*?)^```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
     return read
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Nothing of transformers stays replaced after a test."""
+    yield
+    # A test that has replaced something has imported this.
+    if (on_cpu := sys.modules.get("longspan.compat.transformers")) is not None:
+        on_cpu.restore()

@@ -22,12 +22,8 @@ NAMES = re.compile(
 # What says which text model a model is built around.
 INNER = re.compile(r'model_type="(\w+)"')
 
-
-@pytest.fixture(autouse=True)
-def restored():
-    pytest.importorskip("transformers")
-    yield
-    on_cpu.restore()
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 def folder():

@@ -12,12 +12,7 @@ from longspan.ops.gated import native
 FAULTY = ("minimax", "rwkv", "xlstm", "recurrent_gemma")
 STEPS = ("recurrent", "selective_state_update", "Lightning")  # in the names of what runs token by token
 
-
-@pytest.fixture(autouse=True)
-def restored():
-    """Nothing stays replaced after a test."""
-    yield
-    on_cpu.restore()
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 def calls(kind):

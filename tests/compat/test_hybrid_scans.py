@@ -10,12 +10,7 @@ from longspan.ops.native import build
 
 LENGTHS = (8, 80)  # less and more than the kernels' chunks
 
-
-@pytest.fixture(autouse=True)
-def restored():
-    """Nothing stays replaced after a test."""
-    yield
-    on_cpu.restore()
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 def far(a, b):

@@ -11,12 +11,8 @@ from hybrids import KINDS, WHOLE, file, model, served, tokens, version
 from longspan.compat import transformers as on_cpu
 from longspan.compat.transformers import delta, families, record, replace
 
-
-@pytest.fixture(autouse=True)
-def restored():
-    pytest.importorskip("transformers")
-    yield
-    on_cpu.restore()
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 def functions(kind):

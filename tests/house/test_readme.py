@@ -105,14 +105,6 @@ def test_lines_without_make_are_those_that_make_runs(blocks):
     assert plan[-1] == ".venv/bin/python -m pytest -n logical --tier fast"
 
 
-@pytest.fixture
-def restored():
-    """Undo what ``accelerate()`` in an example replaces."""
-    yield
-    if "longspan.compat.transformers" in sys.modules:
-        sys.modules["longspan.compat.transformers"].restore()
-
-
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 

@@ -15,8 +15,8 @@ from longspan.testing import Broken, Gauge, numeric
 from longspan.testing.gauge import DIM, Subject
 
 
-def step_in_place(q, k, v, *, donate, original=gated.step, **options):
-    return original(q, k, v, donate=True, **options)
+def step_in_place(*operands, donate, original=gated.step, **options):
+    return original(*operands, donate=True, **options)
 
 
 def masked_as_the_first_row(self, x, state, *, mask=None, original=Linear.attend, **arguments):

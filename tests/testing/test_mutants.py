@@ -101,8 +101,8 @@ def prefix_blind_to_the_past(cache_, k, v, *, prefix=None, original=kv_cache.ext
     return view._replace(mask=view.mask & (torch.arange(view.keys.shape[2]) > 0)), added
 
 
-def step_in_place(q, k, v, *, state, donate, original=gated.step, **options):
-    return original(q, k, v, state=state.detach(), donate=True, **options)
+def step_in_place(q, k, v, log_decay, beta, state, *, donate, original=gated.step, **options):
+    return original(q, k, v, log_decay, beta, state.detach(), donate=True, **options)
 
 
 def cache_in_place(cache_, k, v, used, donate, original=kv_cache._extend_even):
