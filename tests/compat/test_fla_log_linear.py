@@ -104,6 +104,7 @@ def test_the_early_name_of_the_embedding_is_read(tmp_path):
         ({"rmsnorm": False}, "rmsnorm=False must be True"),
         ({"dt_limit": [0.0, 1.0]}, "dt_limit="),
         ({"num_heads": 3}, r"expand \* hidden_size = 64"),
+        ({"n_groups": 0}, "n_groups=0 must divide 8 heads"),
         ({"intermediate_size": 48}, "intermediate_size=48"),
         ({"attnres_block_size": 2}, "attnres_block_size=2"),
     ],
