@@ -185,6 +185,7 @@ def test_packed_rows_of_a_type_that_is_not_served_are_refused_too(monkeypatch):
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_compiled_and_exported_models_run_by_the_original_code():
     made, x = model("qwen3_next", num_hidden_layers=1, layer_types=["linear_attention"]), tokens(1, 9)
     with torch.no_grad():
