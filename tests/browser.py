@@ -19,7 +19,15 @@ FLAGS = (
     "--disable-gpu",
     "--disable-background-networking",
     "--disable-component-update",
+    "--disable-quic",
+    "--disable-sync",
     "--disable-extensions",
+    # Shared memory is small in many containers.
+    "--disable-dev-shm-usage",
+    # Each page is painted and its timers run as if its window were in front.
+    "--disable-backgrounding-occluded-windows",
+    "--disable-background-timer-throttling",
+    "--disable-renderer-backgrounding",
     "--hide-scrollbars",
     "--no-first-run",
     "--remote-debugging-pipe",
@@ -77,8 +85,9 @@ class Browser:
         number = self.count
         message = {"id": number, "method": method, "params": params} | ({"sessionId": session} if session else {})
         os.write(self.out, json.dumps(message).encode() + b"\0")
+        end = time.monotonic() + SECONDS
         while True:
-            found = self._read()
+            found = self._read(method, end)
             if found.get("id") == number:
                 assert "error" not in found, f"{method}: {found['error']}"
                 return found["result"]
@@ -88,10 +97,12 @@ class Browser:
         """Open a page in a new browser context, without cookies or storage of other pages."""
         return Page(self, url, **options)
 
-    def _read(self):
+    def _read(self, method, end):
         while b"\0" not in self.buffer:
-            ready, _, _ = select.select([self.input], [], [], SECONDS)
-            assert ready, "Chromium does not answer"
+            # Events of a page may come all the time.
+            left = end - time.monotonic()
+            ready = left > 0 and select.select([self.input], [], [], left)[0]
+            assert ready, f"Chromium does not answer {method}"
             data = os.read(self.input, 1 << 20)
             assert data, "Chromium has ended"
             self.buffer += data

@@ -4,11 +4,10 @@ import contextlib
 import os
 import signal
 import threading
-import time
 
 import pytest
 import torch
-from test_resume import finish, start
+from test_resume import finish, start, wait_while
 from torch import distributed as dist
 
 from longspan.models import checkpoint, parts, shards
@@ -105,9 +104,7 @@ def test_killed_while_writing_the_checkpoint_before_is_the_last(sync, tmp_path):
     table = tmp_path / "run" / "metrics.csv"
     try:
         # Training goes on up to the next checkpoint.
-        while process.poll() is None and not (table.exists() and "\n10," in table.read_text()):
-            time.sleep(0.02)
-        assert process.poll() is None, (tmp_path / "err").read_text()
+        wait_while(lambda: not (table.exists() and "\n10," in table.read_text()), process, tmp_path)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

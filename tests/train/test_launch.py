@@ -169,7 +169,8 @@ def test_torchrun_refuses_with_one_device_and_trains_with_two(tmp_path):
     begin = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "longspan"]
     for devices, code in (("1", 1), ("2", 0)):
         command = [*begin, "train", *words, f"--run.devices={devices}", f"--run.out={tmp_path / devices}"]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
         assert done.returncode == code, done.stderr
         assert (tmp_path / devices).exists() == (devices == "2")
         assert ("torchrun started 2 processes, but run.devices is 1" in done.stderr) == (devices == "1")

@@ -292,9 +292,17 @@ def finish(process, folder):
 def wait_for(folder, process, step):
     """Until the checkpoint of ``step`` is the last one, or the process ends."""
     last = folder / "run" / "checkpoints" / "last"
-    while process.poll() is None and not (last.exists() and int(last.read_text()[5:]) >= step):
+    wait_while(lambda: not (last.exists() and int(last.read_text()[5:]) >= step), process, folder)
+
+
+def wait_while(holds, process, folder):
+    """Wait as long as a condition of a running process holds."""
+    end = time.monotonic() + 120
+    while process.poll() is None and time.monotonic() < end and holds():
         time.sleep(0.005)
-    assert process.poll() is None, (folder / "err").read_text()
+    said = (folder / "err").read_text()
+    assert process.poll() is None, said
+    assert time.monotonic() < end, f"it hangs: {said}"
 
 
 class TestProcesses:

@@ -185,7 +185,8 @@ def test_torchrun_gives_the_losses_of_one_process(tmp_path):
         ("sequence", torchrun, ["--run.batch=4", "--run.sequence_parallel=2", *fsdp]),
     ):
         command = [sys.executable, "-m", *begin, "longspan", "train", *words, *more, f"--run.out={tmp_path / name}/run"]
-        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
         assert done.returncode == 0, done.stderr
         found.append(rows(tmp_path / name))
         model = longspan.load(tmp_path / name / "run")
