@@ -138,14 +138,18 @@ def _lines(
     axis.grid(alpha=0.3)
 
 
-def _decades(axis: Any) -> None:
-    """Ticks of a logarithmic axis as plain numbers: at 1, 2 and 5 of every decade, or at 1 where there are many."""
+def _decades(panel: Any, axis: Any = None) -> None:
+    """Ticks of a logarithmic axis as plain numbers: at 1, 2 and 5 of every decade, or at 1 where there are many.
+
+    The axis is the vertical one of the panel unless it is given.
+    """
     from matplotlib.ticker import LogLocator
 
-    low, high = axis.get_ylim()
-    axis.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 1e3 else (1.0,)))
-    axis.yaxis.set_major_formatter("{x:,g}")
-    axis.minorticks_off()
+    axis = panel.yaxis if axis is None else axis
+    low, high = axis.get_view_interval()
+    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0) if high / low < 1e3 else (1.0,)))
+    axis.set_major_formatter("{x:,g}")
+    panel.minorticks_off()
 
 
 def _looks(result: dict[str, Any], key: str = "candidate") -> dict[str, palette.Look]:
@@ -216,18 +220,15 @@ def _gated(plt: Any, result: dict[str, Any]) -> Any:
     for axis, mode in zip(axes, modes, strict=False):
         rows = [row for row in result["rows"] if row["mode"] == mode]
         batch = max(row["batch"] for row in rows)
-        names = list(dict.fromkeys(row["candidate"] for row in rows))
-        for i, name in enumerate(names):
-            found = {
-                row["rule"]: 1e3 * row["seconds"] for row in rows if (row["candidate"], row["batch"]) == (name, batch)
-            }
-            width = 0.8 / len(names)
-            at = [rules.index(rule) + (i - (len(names) - 1) / 2) * width for rule in found]
-            axis.bar(at, list(found.values()), width, label=name, color=looks[name].color)
-        axis.set(yscale="log", ylabel="time, ms", title=f"{mode}, batch {batch}" if mode == "step" else mode)
-        axis.set_xticks(range(len(rules)), [rule.replace(" ", "\n") for rule in rules])
-        _decades(axis)
-        axis.grid(alpha=0.3, axis="y")
+        rows = [row for row in rows if row["batch"] == batch]
+        for name in dict.fromkeys(row["candidate"] for row in rows):
+            found = [(1e3 * row["seconds"], rules.index(row["rule"])) for row in rows if row["candidate"] == name]
+            axis.plot(*zip(*found, strict=True), looks[name].marker, color=looks[name].color, label=name, markersize=8)
+        axis.set(xscale="log", xlabel="time, ms", title=f"{mode}, batch {batch}" if mode == "step" else mode)
+        axis.set_yticks(range(len(rules)), rules)
+        axis.set_ylim(len(rules) - 0.5, -0.5)
+        _decades(axis, axis.xaxis)
+        axis.grid(alpha=0.3)
     legend(figure, axes)
     return figure
 
