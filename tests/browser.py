@@ -123,6 +123,9 @@ class Page:
         self.session = browser.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.send(f"{domain}.enable")
+        # Otherwise a page behind another one may leave an input unanswered.
+        self.send("Page.bringToFront")
+        self.send("Emulation.setFocusEmulationEnabled", enabled=True)
         self.size(width, height, touch, scale)
         self.scheme(dark)
         self.send("Page.navigate", url=url)

@@ -19,6 +19,7 @@ from longspan.models import checkpoint, shards
 from longspan.models.config import DecoderConfig
 from longspan.train import TrainConfig, fit, loop, objectives
 
+HANGS = 300  # seconds after which a process counts as hanging
 TINY = DecoderConfig(dim=10, depth=1, heads=2, feedforward=14, vocab=17, length=64, dropout=0.1)
 
 

@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from longspan.models import checkpoint, parts, shards
 from longspan.models.decoder import Decoder
-from training_process import TINY, checkpoints
+from training_process import HANGS, TINY, checkpoints
 
 FIELDS = {"steps": 12, "dropout": 0.0, "evaluate_every": 12, "save_every": 4, "keep": 9, "evaluate_examples": 2}
 TWO = FIELDS | {"batch": 3, "devices": 2, "strategy": "fsdp"}
@@ -124,7 +124,7 @@ def test_killed_while_writing_the_checkpoint_before_is_the_last(sync, tmp_path):
 @pytest.mark.parametrize("step", [8, 12])
 def test_an_error_in_the_background_ends_the_run(step, tmp_path):
     process = start(tmp_path, writing={"step": step, "rank": 1}, **LATER)
-    assert process.wait(timeout=120) != 0
+    assert process.wait(timeout=HANGS) != 0
     said = (tmp_path / "err").read_text()
     assert f"cannot write the checkpoint {tmp_path / 'run/checkpoints'}/step-{step:08d}: " in said
     assert "No space left on device; the last good checkpoint is step-" in said

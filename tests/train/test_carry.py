@@ -24,7 +24,7 @@ from longspan.models.decoder import Decoder
 from longspan.train import TrainConfig, fit, streaming_eval, tbptt
 from longspan.train.evaluate import total
 from longspan.train.objectives import Streams
-from training_process import weights
+from training_process import HANGS, weights
 
 SPECS = (
     "transformer_xl(memory=9)",
@@ -348,4 +348,4 @@ def start(folder, text, *, resume=False, pause=0.0, **fields):
 
 
 def done(process, folder):
-    assert process.wait(timeout=120) == 0, (folder / "err").read_text()
+    assert process.wait(timeout=HANGS) == 0, (folder / "err").read_text()

@@ -26,7 +26,7 @@ from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import fit, loop, objectives
 from longspan.train.place import PLACE
-from training_process import TINY, tiny
+from training_process import HANGS, TINY, tiny
 
 SIZES = {"dim": 8, "heads": 2, "feedforward": 12}
 COMPRESSIVE = "compressive(memory=16, compressed=8, rate=2)"
@@ -227,7 +227,7 @@ def test_killed_at_any_moment_nothing_is_lost(strategy, tmp_path):
         time.sleep(chance.uniform(0, 0.5))
         os.kill(chance.choice([process.pid, *children(process)]), signal.SIGKILL)
         try:
-            process.wait(timeout=60)
+            process.wait(timeout=HANGS)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -20,7 +20,7 @@ from longspan.models import checkpoint, shards
 from longspan.models.decoder import Decoder
 from longspan.train import fit
 from longspan.train.sharded import check
-from training_process import TINY, tiny
+from training_process import HANGS, TINY, tiny
 
 SIZES = {"dim": 8, "heads": 2, "feedforward": 12, "depth": 2, "vocab": 7, "positions": "none", "length": 64}
 # Each process draws its own noise in training.
@@ -62,7 +62,7 @@ def results(tmp_path_factory):
     (folder / "jobs.json").write_text(json.dumps([job(name) for name in names]))
     script = Path(__file__).parents[1] / "sharded_process.py"
     started = [subprocess.Popen([sys.executable, script, folder, str(rank), "2"]) for rank in range(2)]
-    assert [process.wait(timeout=300) for process in started] == [0, 0]
+    assert [process.wait(timeout=HANGS) for process in started] == [0, 0]
     return dict(zip(names, json.loads((folder / "results.json").read_text()), strict=True))
 
 

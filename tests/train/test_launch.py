@@ -12,7 +12,7 @@ from longspan._utils import signals
 from longspan.cli import entry
 from longspan.cli.entry import main
 from longspan.train import fit, launch
-from training_process import TINY, tiny
+from training_process import HANGS, TINY, tiny
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -170,7 +170,7 @@ def test_torchrun_refuses_with_one_device_and_trains_with_two(tmp_path):
     for devices, code in (("1", 1), ("2", 0)):
         command = [*begin, "train", *words, f"--run.devices={devices}", f"--run.out={tmp_path / devices}"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANGS)
         assert done.returncode == code, done.stderr
         assert (tmp_path / devices).exists() == (devices == "2")
         assert ("torchrun started 2 processes, but run.devices is 1" in done.stderr) == (devices == "1")

@@ -20,7 +20,7 @@ from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig
 from longspan.train import fit, loop
 from longspan.train.report import COLUMNS, Table
-from training_process import TINY, best_at, checkpoints, tiny, weights
+from training_process import HANGS, TINY, best_at, checkpoints, tiny, weights
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -283,7 +283,7 @@ def start(folder, *, resume=False, pause=0.0, dropout=0.1, model=None, double=Fa
 
 
 def finish(process, folder):
-    assert process.wait(timeout=120) == 0, (folder / "err").read_text()
+    assert process.wait(timeout=HANGS) == 0, (folder / "err").read_text()
     assert (folder / "out").read_text() == ""
     for line in (folder / "err").read_text().splitlines():
         assert re.match(r"[\d,]+ parameters, |step \d+(: training|/\d+, )|\d+ steps; best checkpoint: ", line), line
@@ -297,7 +297,7 @@ def wait_for(folder, process, step):
 
 def wait_while(holds, process, folder):
     """Wait as long as a condition of a running process holds."""
-    end = time.monotonic() + 120
+    end = time.monotonic() + HANGS
     while process.poll() is None and time.monotonic() < end and holds():
         time.sleep(0.005)
     said = (folder / "err").read_text()
@@ -353,7 +353,7 @@ class TestProcesses:
         process = start(tmp_path / "two", pause=0.05, **config)
         wait_for(tmp_path / "two", process, 3)
         os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(timeout=60) == 130
+        assert process.wait(timeout=HANGS) == 130
         said = (tmp_path / "two" / "err").read_text()
         assert len(re.findall(r"interrupted at step \d+; step-\d+ is saved in", said)) == 1
         assert "Traceback" not in said
@@ -370,7 +370,7 @@ class TestProcesses:
         while process.poll() is None and not table.exists():
             time.sleep(0.01)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=120) == 143
+        assert process.wait(timeout=HANGS) == 143
         said = (tmp_path / "two" / "err").read_text()
         assert len(re.findall(r"interrupted at step \d+; step-\d+ is saved in", said)) == 1
         assert "Traceback" not in said

@@ -16,7 +16,7 @@ from test_resume import finish, start
 import longspan
 from longspan.models.config import EncoderConfig
 from longspan.train import fit
-from training_process import TINY, tiny
+from training_process import HANGS, TINY, tiny
 
 # 64 tokens; clipped in every step.
 FIELDS = {"dropout": 0.0, "double": True, "steps": 6, "evaluate_every": 2, "save_every": 2, "clip": 0.05, "keep": 9}
@@ -186,7 +186,7 @@ def test_torchrun_gives_the_losses_of_one_process(tmp_path):
     ):
         command = [sys.executable, "-m", *begin, "longspan", "train", *words, *more, f"--run.out={tmp_path / name}/run"]
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANGS)
         assert done.returncode == 0, done.stderr
         found.append(rows(tmp_path / name))
         model = longspan.load(tmp_path / name / "run")
