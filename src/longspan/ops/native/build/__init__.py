@@ -17,7 +17,7 @@ from .interface import FAMILIES as FAMILIES
 from .toolchain import Unavailable
 from .trusted import Untrusted
 
-STAGED = ("linear", "gated")  # families whose kernels measure their time by stage
+STAGED = ("linear", "gated", "general", "scan", "convolution")  # families whose kernels measure their time by stage
 CLOCKS = 256  # threads that they measure, as in shared/stages.h
 
 _locks = {family: threading.Lock() for family in FAMILIES}

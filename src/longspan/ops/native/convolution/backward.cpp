@@ -24,6 +24,7 @@ struct Pass {
         float *weights = scratch.take((taps + 1) * BLOCK), *totals = scratch.take((taps + 1) * BLOCK);
         float *window = scratch.take((TILE + 2 * reach) * BLOCK), *dz = scratch.take((TILE + reach) * BLOCK);
         float* made = scratch.take(TILE * BLOCK);
+        stage(reading);
         call.gather_weights(channel, count, weights, width);
         std::memset(totals, 0, sizeof(float) * (taps + 1) * width);
         const Rows<const T> rows = channels_of(x, b, channel), grads = channels_of(grad, b, channel);
@@ -33,15 +34,21 @@ struct Pass {
             stop = s.end < to ? s.end : to;
             if (stop > t + TILE) stop = t + TILE;
             const long seen = s.end < stop + reach ? s.end : stop + reach;  // outputs beyond do not depend on these tokens
+            stage(reading);
             gather(call, rows, s, first, channel, count, t - reach, seen, window, width);
             read_tokens(grads, t, seen - t, count, dz, width);
+            stage(mapping);
             if (call.silu) undo_silu(window, weights, seen - t, width, dz);
             std::memset(dz + (seen - t) * width, 0, sizeof(float) * (stop + reach - seen) * width);
+            stage(convolving);
             turn(weights, dz, stop - t, width, made);
+            stage(states);
             if (s.last >= 0)
                 for (long i = s.end - call.rows > t ? s.end - call.rows : t; i < stop; ++i)
                     add(state(grad_last, s.last, call.rows - s.end + i) + channel, count, made + (i - t) * width);
+            stage(writing);
             write_tokens(made, width, channels_of(dx, b, channel), t, stop - t, count);
+            stage(states);
             if (grad_first && s.first >= 0 && t == s.start) {
                 // As if there were tokens before the first.
                 for (long i = 1; i <= reach; ++i) {
@@ -49,6 +56,7 @@ struct Pass {
                     add(made, count, state(grad_first, s.first, call.rows - i) + channel);
                 }
             }
+            stage(summing);
             total(window, dz, stop - t, width, totals);
         }
         for (long j = 0; j <= taps; ++j)
@@ -111,6 +119,7 @@ struct Pass {
 
     // The gradient of state number s, the first of a sequence shorter than the state, from the last state.
     void begin(long s) const {
+        stage(states);
         std::memset(state(grad_first, s, 0), 0, sizeof(float) * call.rows * call.channels);
         const Sequence sequence = call.of_last(s);
         const long kept = sequence.first < 0 ? 0 : call.rows - (sequence.end - sequence.start);
@@ -128,20 +137,27 @@ int backward(const Pass<T, K>& pass, int threads) {
     bool failed = false;
 #pragma omp parallel num_threads(threads) if (threads > 1 && units > 1)
     {
+        stage(states);
         Memory memory(pass.scratch());
         if (!memory.ready()) failed = true;
+        stage(waiting);
 #pragma omp barrier
         if (!failed) {
 #pragma omp for schedule(static)
-            for (long s = 0; s < (pass.grad_first ? call.sequences : 0); ++s) pass.begin(s);
+            for (long s = 0; s < (pass.grad_first ? call.sequences : 0); ++s) {
+                pass.begin(s);
+                stage(waiting);
+            }
 #pragma omp for schedule(dynamic)
             for (long unit = 0; unit < units; ++unit) {
                 const long channel = unit % blocks * BLOCK, part = unit / blocks, from = part % parts * PART;
                 pass.run(part / parts, from, from + PART < call.tokens ? from + PART : call.tokens, channel,
                          call.channels - channel < BLOCK ? call.channels - channel : BLOCK,
                          pass.sums + part * (call.taps + 1) * call.channels, memory.scratch());
+                stage(waiting);
             }
         }
+        stage(waiting);
     }
     return failed;
 }

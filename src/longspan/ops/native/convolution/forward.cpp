@@ -20,6 +20,7 @@ struct Pass {
         float *weights = scratch.take((call.taps + 1) * BLOCK), *window = scratch.take((call.reach() + TILE) * BLOCK);
         float* made = scratch.take(TILE * BLOCK);
         const long reach = call.reach(), width = whole_vectors(count);
+        stage(reading);
         call.gather_weights(channel, count, weights, width);
         const Rows<const T> rows = channels_of(x, b, channel);
         const Rows<T> outs = channels_of(out, b, channel);
@@ -29,20 +30,25 @@ struct Pass {
             const Sequence s = call.at(b, t, to);
             stop = s.end < to ? s.end : to;
             if (direct && t - s.start >= reach) {
+                stage(convolving);
                 mix<K>(call.silu, rows.data + t * rows.token, rows.token, weights, width, call.taps, stop - t, width,
                     outs.data + t * outs.token, outs.token);
                 continue;
             }
             if (direct && stop > s.start + reach) stop = s.start + reach;
             if (stop > t + TILE) stop = t + TILE;
+            stage(reading);
             gather(call, rows, s, first, channel, count, t - reach, stop, window, width);
+            stage(convolving);
             mix<K>(call.silu, window + reach * width, width, weights, width, call.taps, stop - t, width, made, width);
+            stage(writing);
             write_tokens(made, width, outs, t, stop - t, count);
         }
     }
 
     // The state number s after its sequence.
     void finish(long s, float* last, Scratch scratch) const {
+        stage(states);
         const Sequence sequence = call.of_last(s);
         float *window = scratch.take(BLOCK), *out = last + s * call.rows * call.channels;
         for (long token = sequence.end - call.rows; token < sequence.end; ++token, out += call.channels)
@@ -63,12 +69,15 @@ int forward(const Pass<T, K>& pass, float* last, int threads) {
     bool failed = false;
 #pragma omp parallel num_threads(threads) if (threads > 1 && units > 1)
     {
+        stage(states);
         Memory memory(pass.scratch());
         if (!memory.ready()) failed = true;
+        stage(waiting);
 #pragma omp barrier
         if (!failed) {
 #pragma omp for schedule(static) nowait
             for (long s = 0; s < call.sequences; ++s) pass.finish(s, last, memory.scratch());
+            stage(waiting);
 #pragma omp for schedule(dynamic)
             for (long unit = 0; unit < units; ++unit) {
                 const long channel = unit % blocks * BLOCK, from = unit / blocks % parts * PART;
@@ -76,8 +85,10 @@ int forward(const Pass<T, K>& pass, float* last, int threads) {
                 const long b = unit / blocks / parts, to = from + PART < call.tokens ? from + PART : call.tokens;
                 if (whole) pass.run(b, from, to, channel, whole, memory.scratch());
                 if (whole < count) pass.run(b, from, to, channel + whole, count - whole, memory.scratch());
+                stage(waiting);
             }
         }
+        stage(waiting);
     }
     return failed;
 }

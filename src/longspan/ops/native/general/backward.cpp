@@ -54,6 +54,7 @@ struct Pass {
         work.ends = scratch.take(kp()), work.carry = scratch.take(kp());
         work.own = scratch.take(C), work.own_e = scratch.take(C);
         const long size = gates.keys * gates.values;
+        stage(states);
         load_state(grad_state + row * size, gates.keys, gates.values, vp(), work.after);
         for (long span = spans(tokens) - 1; span >= 0; --span) {
             const long from = span * SPAN, to = from + SPAN < tokens ? from + SPAN : tokens;
@@ -73,23 +74,28 @@ struct Pass {
                 else
                     std::memcpy(next, s, sizeof(float) * matrix());
                 const Tokens at{row, begin, end - begin};
+                stage(reading);
                 gather_keys(operands, gates, at, packed);
                 gather_values(operands, gates, at, packed);
                 piece.enter(packed, row, begin, end - begin, false);
                 piece.solve(anew ? nullptr : s);
+                stage(states);
                 std::memcpy(work.written + (begin - from) * vp(), piece.w, sizeof(float) * piece.n * vp());
                 piece.advance(next);
+                stage(states);
                 s = next;
             }
             cuts[count] = to;
             for (long i = count - 1; i >= 0; --i) {
                 const long begin = cuts[i], n = cuts[i + 1] - begin, then = i ? cuts[i - 1] : begin;
                 const Tokens at{row, begin, n}, soon{row, then, begin - then};
+                stage(reading);
                 gather_queries(operands, gates, at, packed);
                 gather_keys(operands, gates, at, packed);
                 gather_values(operands, gates, at, packed);
                 fetch(gates.of_keys(operands.q, row), soon, gates.keys);
                 piece.enter(packed, row, begin, n, true);
+                stage(states);
                 std::memcpy(piece.w, work.written + (begin - from) * vp(), sizeof(float) * n * vp());
                 back(piece, work, before[i], row, begin, adds);
                 fetch(gates.of(grad, row), soon, gates.values);
@@ -102,20 +108,28 @@ struct Pass {
     void back(Piece& piece, Work& work, const float* start, long row, long begin, bool adds) const {
         const Gates& gates = this->gates();
         const long batch = row / gates.heads, n = piece.n, kp = this->kp(), vp = this->vp(), keys = gates.keys;
+        stage(reading);
         read(gates.of(grad, row), begin, n, gates.values, work.dout, vp);
         for (long i = 0; gates.mask && i < n; ++i)
             if (gates.hidden(batch, begin + i)) std::memset(work.dout + i * vp, 0, sizeof(float) * vp);
+        stage(states);
         // Transposed states; rows beyond the last channel are never read.
         for (long d = 0; d < keys; d += W) turn(work.after, d, work.turned_after);
         for (long d = 0; start && d < keys; d += W) turn(start, d, work.turned_start);
 
+        stage(from_state);
         gemm<false>(n, vp, keys, piece.gone, kp, 1, work.after, vp, work.z, vp);
+        stage(within_chunk);
         upper_times(n, vp, piece.qe, C, work.dout, vp, work.z, vp);
+        stage(solving);
         solve_back(piece, work.z);
+        stage(from_state);
         gemm<false>(n, vp, keys, piece.left, kp, 1, work.after, vp, work.dv, vp);
+        stage(within_chunk);
         upper_times(n, vp, piece.qk, C, work.dout, vp, work.dv, vp);
         upper_times(n, vp, piece.rk, C, work.z, vp, work.dv, vp);
 
+        stage(scoring);
         transpose(piece.v, vp, piece.turned, C, whole_vectors(n), vp);
         lower_product(n, gates.values, work.dout, vp, piece.turned, C, work.qk, C);
         lower_product(n, gates.values, work.z, vp, piece.turned, C, work.rk, C);
@@ -133,16 +147,20 @@ struct Pass {
             work.own[i] = work.qk[i * C + i], work.own_e[i] = work.qe[i * C + i];
             work.qk[i * C + i] = work.qe[i * C + i] = 0.0f;
         }
+        stage(from_state);
         gemm<false>(n, kp, gates.values, piece.v, vp, 1, work.turned_after, kp, work.put, kp);
         gemm<false>(n, kp, gates.values, piece.w, vp, 1, work.turned_after, kp, work.taken, kp);
         entering(piece, work, work.dout, start, false, work.dq);
         entering(piece, work, work.z, start, true, work.dr);
+        stage(mapping);
         if (gates.decay != no_decay) ends(piece, work, start);
+        stage(within_chunk);
         if (gates.decay == by_channel)
             sweep(piece, work);
         else
             multiply(piece, work);
 
+        stage(updating);
         // The state before the chunk.
         if (gates.decay != no_decay)
             for (long d = 0; d < keys; ++d)
@@ -325,6 +343,7 @@ struct Pass {
         const Gates& gates = this->gates();
         const long batch = row / gates.heads, n = piece.n, kp = this->kp(), vp = this->vp();
         const bool hides = gates.mask != nullptr;
+        stage(mapping);
         if (gates.decay != no_decay) {
             // Row i reads with the factor e^G_i, column j writes with e^-G_j, so dG = x dx for each use of x.
             const Rows<float> rows = gates.of(ddecay, row);
@@ -365,11 +384,13 @@ struct Pass {
                 for (float* x : {work.dq, work.dk, work.dr, work.de}) std::memset(x + i * kp, 0, sizeof(float) * kp);
                 std::memset(work.dv + i * vp, 0, sizeof(float) * vp);
             }
+        stage(writing);
         finish(dq, work.dq, row, begin, n, adds);
         finish(dk, work.dk, row, begin, n, adds);
         finish(dr, work.dr, row, begin, n, adds);
         finish(de, work.de, row, begin, n, adds);
         write(work.dv, vp, gates.of(dv, row), begin, n, gates.values);
+        stage(states);
     }
 
     // Write x (n, kp); ``adds``: plus the values already stored, from another value head.
@@ -389,15 +410,20 @@ int backward(const Pass<T, K>& pass, float* grad_state, int threads) {
     bool failed = false;
 #pragma omp parallel num_threads(threads) if (threads > 1 && units > 1)
     {
+        stage(states);
         Memory memory(pass.scratch());
         if (!memory.ready()) failed = true;
+        stage(waiting);
 #pragma omp barrier
         if (!failed) {
 #pragma omp for schedule(dynamic)
             for (long unit = 0; unit < units; ++unit)
-                for (long i = 0; i < shared; ++i)
+                for (long i = 0; i < shared; ++i) {
                     pass.head(unit * shared + i, i > 0, grad_state, memory.scratch());
+                    stage(waiting);
+                }
         }
+        stage(waiting);
     }
     return failed;
 }

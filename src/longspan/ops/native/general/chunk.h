@@ -84,6 +84,7 @@ struct Piece {
     void enter(Packed from, long row, long begin, long count, bool reads) {
         n = count, q = from.q, k = from.k, v = from.v, r = from.r, e = from.e;
         const long batch = row / gates.heads;
+        stage(mapping);
         const Rows<const float> decays = gates.of(Tensor<const float>{gates.log_decay, gates.decay_strides}, row);
         switch (gates.decay) {
             case by_head: return weigh(decays, batch, begin, reads);
@@ -99,11 +100,14 @@ struct Piece {
 
     // w_i, given the state s (D, vp) before the chunk, or null for zeros.
     void solve(const float* s) {
+        stage(from_state);
         if (s)
             gemm<false>(n, vp, gates.keys, entering, kp, 1, s, vp, w, vp);
         else
             std::memset(w, 0, sizeof(float) * n * vp);
+        stage(within_chunk);
         lower_times(n, vp, rk, C, v, vp, w, vp);
+        stage(solving);
         for (long first = 0; first < n; first += STRIP) {
             const long end = first + STRIP < n ? first + STRIP : n;
             gemm<true>(end - first, vp, first, re + first * C, C, 1, w, vp, w + first * vp, vp);
@@ -118,6 +122,7 @@ struct Piece {
 
     // The state after the chunk, given that before it.
     void advance(float* s) const {
+        stage(updating);
         if (gates.decay != no_decay)
             for (long d = 0; d < gates.keys; ++d) scale_row(s + d * vp, s + d * vp, whole[d], vp);
         gemm<true>(gates.keys, vp, n, left, 1, kp, v, vp, s, vp);
@@ -138,6 +143,7 @@ struct Piece {
    private:
     // The products from matrix products, times factors (C, C) if there are any.
     void multiply(const float* factors, bool reads) {
+        stage(scoring);
         if (gates.decay == no_decay) read = q, entering = r, left = k, gone = e;
         transpose(k, kp, turned, C, whole_vectors(n), kp);
         if (reads) lower_product(n, gates.keys, q, kp, turned, C, qk, C);
@@ -174,6 +180,7 @@ struct Piece {
         }
         for (long i = 0; i < n; i += W) store(start + i, fading(load(start + i)));
         multiply(weight, reads);
+        stage(mapping);
         const float* leaving = weight + (n - 1) * C;
         for (long i = 0; i < n; ++i) {
             if (reads) scale_row(read + i * kp, q + i * kp, start[i], kp);
@@ -201,6 +208,7 @@ struct Piece {
                 store(entering + at, load(r + at) * (early ? before : g));
             }
         }
+        stage(scoring);
         for (long first = 0; first < n; first += STRIP) {
             const long end = first + STRIP < n ? first + STRIP : n;
             if (first) {

@@ -23,6 +23,7 @@ struct Pass {
         const long size = gates.keys * gates.values, vp = gates.vp();
         const long sequence = first_row / gates.heads, tokens = gates.tokens_of(sequence);
         const std::int64_t* segments = gates.segments_of(sequence);
+        stage(states);
         Piece piece(general, scratch);
         const Packed packed(gates, scratch);
         float *states = scratch.take((last_row - first_row) * matrix()), *o = scratch.take(C * vp);
@@ -34,6 +35,7 @@ struct Pass {
             const Tokens after{first_row, end, tokens - end < C ? tokens - end : C};
             for (long row = first_row; row < last_row; ++row) {
                 const Tokens at{row, begin, end - begin};
+                stage(reading);
                 // Value heads that share queries and keys are consecutive.
                 if (row == first_row || row % (gates.heads / gates.key_heads) == 0) {
                     gather_queries(operands, gates, at, packed);
@@ -52,6 +54,7 @@ struct Pass {
     void advance(Piece& piece, Packed packed, Tokens at, Tokens next, float* s, float* o) const {
         const Gates& gates = this->gates();
         const long row = at.row, vp = gates.vp(), size = gates.keys * gates.values;
+        stage(states);
         const Rows<T> outputs = gates.of(out, row);
         if (starts && at.begin % SPAN == 0)
             save_state(s, gates.keys, gates.values, vp, starts + gates.start_of(row, at.begin / SPAN) * size);
@@ -62,13 +65,17 @@ struct Pass {
         fetch(gates.of_keys(operands.k, next.row), next, gates.keys);
         fetch(gates.of_keys(operands.e, next.row), next, gates.keys);
         piece.solve(s);
+        stage(from_state);
         gemm<false>(at.n, vp, gates.keys, piece.read, piece.kp, 1, s, vp, o, vp);
+        stage(within_chunk);
         fetch(outputs, at, gates.values);
         lower_times(at.n, vp, piece.qk, C, piece.v, vp, o, vp);
         lower_times(at.n, vp, piece.qe, C, piece.w, vp, o, vp);
         fetch(gates.of(operands.v, next.row), next, gates.values);
+        stage(writing);
         write(o, vp, outputs, at.begin, at.n, gates.values);
         piece.advance(s);
+        stage(states);
     }
 };
 
@@ -82,8 +89,10 @@ int forward(const Pass<T>& pass, const float* first, float* last, int threads) {
     bool failed = false;
 #pragma omp parallel num_threads(threads) if (threads > 1 && units > 1)
     {
+        stage(states);
         Memory memory(pass.scratch((gates.heads + groups - 1) / groups));
         if (!memory.ready()) failed = true;
+        stage(waiting);
 #pragma omp barrier
         if (!failed) {
             // Packed sequences may have any lengths.
@@ -92,8 +101,10 @@ int forward(const Pass<T>& pass, const float* first, float* last, int threads) {
                 const long from = unit % groups * gates.heads / groups, to = (unit % groups + 1) * gates.heads / groups;
                 const long row = unit / groups * gates.heads;
                 pass.run(row + from, row + to, first, last, memory.scratch());
+                stage(waiting);
             }
         }
+        stage(waiting);
     }
     return failed;
 }

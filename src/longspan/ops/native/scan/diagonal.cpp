@@ -15,13 +15,17 @@ struct Pass {
     void forward(Span s, long channel, Operand y, const float* first, float* last, float* starts, Scratch scratch) const {
         const long count = call.count(channel), ld = whole_vectors(count), at = s.state * call.channels + channel;
         float *xs = scratch.take(TILE * BLOCK), *gs = scratch.take(TILE * BLOCK), state[BLOCK] = {};
+        stage(states);
         std::memcpy(state, first + at, sizeof(float) * count);
         long tile = call.first_tile(s.state);
         for (long begin = s.begin; begin < s.end; begin += TILE, ++tile) {
             const long n = s.end - begin < TILE ? s.end - begin : TILE;
+            stage(states);
             if (starts) std::memcpy(starts + tile * call.channels + channel, state, sizeof(float) * count);
+            stage(reading);
             read_tile(x, s.row, channel, begin, n, count, xs, ld);
             read_tile(g, s.row, channel, begin, n, count, gs, ld);
+            stage(scanning);
             for (long v = 0; v < ld; v += W) {
                 vec h = load(state + v);
                 for (long i = 0; i < n; ++i) {
@@ -37,8 +41,10 @@ struct Pass {
                 }
                 store(state + v, h);
             }
+            stage(writing);
             write_tile(xs, ld, y, s.row, channel, begin, n, count);
         }
+        stage(states);
         std::memcpy(last + at, state, sizeof(float) * count);
     }
 
@@ -47,14 +53,18 @@ struct Pass {
         const long count = call.count(channel), ld = whole_vectors(count), at = s.state * call.channels + channel;
         float *xs = scratch.take(TILE * BLOCK), *gs = scratch.take(TILE * BLOCK), *ds = scratch.take(TILE * BLOCK);
         float *before = scratch.take(TILE * BLOCK), *kept = scratch.take(TILE * BLOCK), carry[BLOCK] = {}, state[BLOCK] = {};
+        stage(states);
         std::memcpy(carry, grad_last + at, sizeof(float) * count);
         for (long k = s.tiles() - 1; k >= 0; --k) {
             const long begin = s.begin + k * TILE, n = s.end - begin < TILE ? s.end - begin : TILE;
             const long tile = call.first_tile(s.state) + k;
+            stage(states);
             std::memcpy(state, starts + tile * call.channels + channel, sizeof(float) * count);
+            stage(reading);
             read_tile(x, s.row, channel, begin, n, count, xs, ld);
             read_tile(g, s.row, channel, begin, n, count, gs, ld);
             read_tile(grad, s.row, channel, begin, n, count, ds, ld);
+            stage(scanning);
             for (long v = 0; v < ld; v += W) {
                 vec h = load(state + v), d = load(carry + v);
                 // What each token keeps of the state before it, and the factor: 0 where it keeps nothing.
@@ -87,9 +97,11 @@ struct Pass {
                 }
                 store(carry + v, d);
             }
+            stage(writing);
             write_tile(xs, ld, dx, s.row, channel, begin, n, count);
             write_tile(gs, ld, dg, s.row, channel, begin, n, count);
         }
+        stage(states);
         std::memcpy(grad_first + at, carry, sizeof(float) * count);
     }
 };

@@ -160,19 +160,25 @@ struct Forward : Selective<V> {
         float *b = scratch.take(TILE * SP), *c = scratch.take(TILE * SP), *lanes = scratch.take(TILE * W);
         float *xs = scratch.take(GROUP * TILE), *ds = scratch.take(GROUP * TILE), *ys = scratch.take(GROUP * TILE);
         float* turned = scratch.take(GROUP * TILE);
+        stage(states);
         this->pad(this->rates + channel * size, count, a);
         this->pad(first + at, count, h);
         for (long k = 0; k < s.tiles(); ++k) {
             const Tile tile = this->tile_of(s, k);
             const long place = (call.first_tile(s.state) + k) * call.channels + channel;
+            stage(states);
             if (starts) this->unpad(h, count, starts + place * size);
+            stage(reading);
             this->read_states(this->b, tile, b);
             this->read_states(this->c, tile, c);
             for (long g = 0; g < count; g += GROUP) {
                 const long some = count - g < GROUP ? count - g : GROUP;
+                stage(reading);
                 this->gather(this->x, tile, channel + g, some, xs, turned);
                 this->gather(this->dt, tile, channel + g, some, ds, turned);
+                stage(mapping);
                 this->step_sizes(tile, channel + g, some, ds, nullptr);
+                stage(scanning);
                 for (long j = 0; j < some; ++j) {
                     float* line = ys + j * TILE;
                     walk(a + (g + j) * SP, h + (g + j) * SP, ds + j * TILE, xs + j * TILE, b, c, tile, lanes, line);
@@ -181,14 +187,18 @@ struct Forward : Selective<V> {
                             store(line + i, load(line + i) + this->skip[channel + g + j] * load(xs + j * TILE + i));
                 }
                 if (this->z.data) {
+                    stage(reading);
                     this->gather(this->z, tile, channel + g, some, xs, turned);
+                    stage(mapping);
                     for (long j = 0; j < some; ++j)
                         for (long i = j * TILE; i < j * TILE + tile.n; i += W)
                             store(ys + i, load(ys + i) * silu(load(xs + i)));
                 }
+                stage(writing);
                 this->scatter(ys, y, tile, channel + g, some, turned);
             }
         }
+        stage(states);
         this->unpad(h, count, last + at);
     }
 };
@@ -286,22 +296,26 @@ struct Backward : Selective<V> {
         float *input = scratch.take(GROUP * TILE), *step = scratch.take(GROUP * TILE);
         float skip_sum[BLOCK] = {}, bias_sum[BLOCK] = {}, start[SP] = {};
         const float* skip = this->skip;
+        stage(states);
         this->pad(this->rates + channel * size, count, a);
         this->pad(grad_last + at * size, count, carry);
         std::memset(rate_sum, 0, sizeof(float) * BLOCK * SP);
         for (long k = s.tiles() - 1; k >= 0; --k) {
             const Tile tile = this->tile_of(s, k);
             const long n = tile.n, place = (call.first_tile(s.state) + k) * call.channels + channel;
+            stage(reading);
             this->read_states(this->b, tile, b);
             this->read_states(this->c, tile, c);
             std::memset(db, 0, sizeof(float) * n * SP);
             std::memset(dc, 0, sizeof(float) * n * SP);
             for (long g = 0; g < count; g += GROUP) {
                 const long some = count - g < GROUP ? count - g : GROUP;
+                stage(reading);
                 this->gather(this->x, tile, channel + g, some, xs, turned);
                 this->gather(this->dt, tile, channel + g, some, ds, turned);
                 this->gather(grad, tile, channel + g, some, us, turned);
                 if (this->z.data) this->gather(this->z, tile, channel + g, some, zs, turned);
+                stage(mapping);
                 this->step_sizes(tile, channel + g, some, ds, slopes);
                 for (long j = 0; j < some; ++j) {
                     const long own = (g + j) * SP;
@@ -309,10 +323,12 @@ struct Backward : Selective<V> {
                     float *steps = ds + j * TILE, *up = us + j * TILE, *gate = zs + j * TILE;
                     float *to_input = input + j * TILE, *to_step = step + j * TILE;
                     const float factor = skip ? skip[channel + g + j] : 0.0f;
+                    stage(scanning);
                     std::memcpy(start, starts + (place + g + j) * size, sizeof(float) * size);
                     again(a + own, start, steps, line, b, tile, before, factors);
                     if (this->z.data) {
                         reads(steps, line, b, c, before, factors, n, lanes, to_input);
+                        stage(mapping);
                         for (long i = 0; i < n; i += W) {
                             const vec raw = load(gate + i), open = sigmoid(raw), above = load(up + i);
                             const vec y = load(to_input + i) + factor * load(line + i);
@@ -320,8 +336,10 @@ struct Backward : Selective<V> {
                             store(up + i, above * (raw * open));
                         }
                     }
+                    stage(scanning);
                     back(a + own, steps, line, up, b, c, before, factors, tile, carry + own, rate_sum + own, db, dc, lanes,
                          to_input, to_step);
+                    stage(mapping);
                     float skipped = 0.0f, biased = 0.0f;
                     for (long i = 0; i < n; i += W) {
                         const vec read = load(to_input + i), d = load(steps + i);
@@ -335,10 +353,12 @@ struct Backward : Selective<V> {
                     skip_sum[g + j] += skipped;
                     bias_sum[g + j] += biased;
                 }
+                stage(writing);
                 this->scatter(input, dx, tile, channel + g, some, turned);
                 this->scatter(step, ddt, tile, channel + g, some, turned);
                 if (this->z.data) this->scatter(zs, dz, tile, channel + g, some, turned);
             }
+            stage(writing);
             float* share = shares + ((channel / BLOCK * call.batch + s.row) * call.tokens + tile.begin) * 2 * size;
             for (long i = 0; i < n; ++i, share += 2 * size) {
                 if (!tile.real[i]) {
@@ -349,6 +369,7 @@ struct Backward : Selective<V> {
                 std::memcpy(share + size, dc + i * SP, sizeof(float) * size);
             }
         }
+        stage(states);
         this->unpad(carry, count, grad_first + at * size);
         this->unpad(rate_sum, count, rate_sums + at * size);
         std::memcpy(channel_sums + at, skip_sum, sizeof(float) * count);
@@ -367,8 +388,11 @@ void total(const float* x, long rows, long width, long from, long to, float* out
 void total_in_team(const float* x, long rows, long width, float* out) {
     constexpr long part = 4096;
 #pragma omp for schedule(static)
-    for (long k = 0; k < (width + part - 1) / part; ++k)
+    for (long k = 0; k < (width + part - 1) / part; ++k) {
+        stage(summing);
         total(x, rows, width, k * part, k * part + part < width ? k * part + part : width, out);
+        stage(waiting);
+    }
 }
 
 template <int N>

@@ -73,7 +73,10 @@ struct Scan {
     void each_unit(F run) const {
         const long units = sequences * blocks();
 #pragma omp for schedule(dynamic)
-        for (long unit = 0; unit < units; ++unit) run(sequence(unit / blocks()), unit % blocks() * BLOCK);
+        for (long unit = 0; unit < units; ++unit) {
+            run(sequence(unit / blocks()), unit % blocks() * BLOCK);
+            stage(waiting);
+        }
     }
 };
 
@@ -97,13 +100,16 @@ int in_threads(long floats, int threads, F run) {
     bool failed = false;
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
+        stage(states);
         Memory memory(floats);
         if (!memory.ready()) {
 #pragma omp atomic write
             failed = true;
         }
+        stage(waiting);
 #pragma omp barrier
         if (!failed) run(memory.scratch());
+        stage(waiting);
     }
     return failed;
 }

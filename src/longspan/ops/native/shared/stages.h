@@ -14,12 +14,15 @@ enum Stage {
     waiting,       // for other threads, or outside of the kernel
     states,        // in and out, and all that is not named
     reading,       // operands, with feature maps in the forward pass
-    mapping,       // feature maps and their slopes, decays
+    mapping,       // feature maps, activations, gates and their slopes, decays, step sizes
     scoring,       // queries times keys within a chunk, and their mask
     from_state,    // products with the state before the chunk
     within_chunk,  // scores times values
     solving,       // the triangular systems of the delta rule
     updating,      // the state
+    scanning,      // a recurrence, token by token
+    convolving,    // taps times tokens; rows that need no copy are read and written here
+    summing,       // gradients that many tokens or channels share
     writing,
     STAGES
 };
@@ -68,5 +71,6 @@ extern "C" int longspan_stages(std::uint64_t* out) {
 }
 
 #else
-inline void stage(Stage) {}
+// No function: even an empty one, inlined, lets compilers place variables differently.
+#define stage(next) static_cast<void>(0)
 #endif
