@@ -190,6 +190,9 @@ def shares() -> str:
         for length in sorted(n for name, n in there if name == kernel)
     ]
     above = "Percent of the rate of matrix products (GEMM) in the same run, forward / with backward. `-`: not measured."
+    copied = [name for name, kernel in profile.KERNELS.items() if kernel.bound == profile.COPY]
+    if {name for name, _ in there} & {*copied}:
+        above += f" {', '.join(copied).capitalize()}: percent of the rate of a copy instead."
     return _across(above, "tokens", found, cells)
 
 

@@ -26,7 +26,7 @@ SMALL = ["--lengths", "40,9", "--heads", "2", "--size", "8", "--batches", "1,3",
 
 @pytest.fixture
 def kernels():
-    if not available("linear", "gated"):
+    if not available(*build.STAGED):
         pytest.skip("the native kernels are measured")
 
 
@@ -66,6 +66,22 @@ def test_useful_operations():
     assert profile.operations("channel decay", "forward+backward", 8, 3) == 14 * 64 * 3
     assert profile.operations("delta", "forward", 8, 3) == 6 * 64 * 3
     assert profile.operations("gated delta", "forward+backward", 8, 3) == 20 * 64 * 3
+    assert profile.operations("general delta", "forward+backward", 8, 3) == 28 * 64 * 3
+
+
+@pytest.mark.parametrize("kernel", [name for name, of in profile.KERNELS.items() if of.bound == profile.COPY])
+def test_traffic(kernel):
+    given = profile.operands(kernel, 1, 5, 2, 8)
+    tokens = [t for t in given.values() if t is not None and t.dim() == 3]
+    inputs, output = sum(t.numel() for t in tokens), profile._upstream(given).numel()
+    forward = inputs + output
+    assert profile.traffic(kernel, "forward", 16, 5) == forward
+    assert profile.traffic(kernel, "forward+backward", 16, 5) == forward + (inputs + output) + inputs
+
+
+@pytest.mark.parametrize("kernel", profile.KERNELS)
+def test_kernels_agree_with_the_definition(kernel, kernels):
+    assert profile.check(kernel, 40, profile.Options(heads=2, size=8), backward=True) < 1e-5
 
 
 def test_shares_of_clocks():
@@ -99,13 +115,24 @@ def test_stages_are_those_of_the_kernels():
     assert {*palette.STAGES} == {*profile.STAGES}
 
 
-@pytest.mark.parametrize("kernel", ["linear", pytest.param("gated delta", marks=pytest.mark.full)])
+PRODUCTS = {"scoring", "from state", "within chunk", "solving", "updating"}
+UNUSED = {
+    "linear": {"solving", "scanning", "convolving", "summing"},
+    "gated delta": {"scanning", "convolving", "summing"},
+    "general delta": {"scanning", "convolving", "summing"},
+    "diagonal scan": {*PRODUCTS, "mapping", "convolving", "summing"},
+    "selective scan": {*PRODUCTS, "convolving"},
+    "convolution": {*PRODUCTS, "scanning"},
+}
+
+
+@pytest.mark.parametrize("kernel", UNUSED)
 def test_kernels_with_clocks(kernel, clocks):
     family = profile.KERNELS[kernel].family
     library = clocks[family]
     assert library.longspan_stage_count() == len(profile.STAGES)
     given = profile.operands(kernel, 1, 600, 2, 8)
-    upstream = torch.randn(1, 2, 600, 8)
+    upstream = profile._upstream(given)
 
     def outcome():
         return gated.outcome(lambda t: profile.ours(kernel, "native", t), given, upstream, backward=True)
@@ -121,8 +148,7 @@ def test_kernels_with_clocks(kernel, clocks):
     assert len(spent) == build.CLOCKS
     assert len({sum(thread) for thread in spent}) == 1
     total = dict(zip(profile.STAGES, map(sum, zip(*spent, strict=True)), strict=True))
-    unused = {"linear": {"solving"}, "gated delta": set()}[kernel]
-    assert {name for name, ticks in total.items() if not ticks} == unused
+    assert {name for name, ticks in total.items() if not ticks} == UNUSED[kernel]
     assert sum(total.values()) - total["waiting"] < torch.get_num_threads() * sum(spent[0])
 
 
@@ -152,6 +178,7 @@ def test_in_whole(capsys, clocks):
         rate = profile.operations(kernel, mode, 8, 2 * length) / row["seconds"] / 1e9
         assert row["gflops"] == pytest.approx(rate)
         assert row["share"] == pytest.approx(rate / result["gemm_gflops"])
+        assert row["bound"] == "GEMM"
         assert row["error"] < 1e-5
         assert row["faults"] >= 0
         assert 0 <= row["waiting"] < 1
@@ -166,6 +193,31 @@ def test_in_whole(capsys, clocks):
     assert "forward: time (share of GEMM)" in out
     assert "within chunk" in out
     assert "kernel to bound" in out
+
+
+def test_scans_and_the_convolution_are_compared_with_a_copy(capsys, clocks):
+    kernels = ("diagonal scan", "selective scan", "convolution")
+    out, result = ran(capsys, *kernels)
+    modes = ("forward", "forward+backward")
+    sequences = {(r["kernel"], r["mode"], r["length"]): r for r in result["rows"]}
+    assert set(sequences) == {(k, m, n) for k in kernels for m in modes for n in (9, 40)}
+    for (kernel, mode, length), row in sequences.items():
+        assert row["bound"] == "copy"
+        assert row["bytes"] == 4 * profile.traffic(kernel, mode, 16, length)
+        assert row["share"] == pytest.approx(row["bound_seconds"] / row["seconds"])
+        assert row["error"] < 1e-5
+        assert "gflops" not in row
+        assert sum(value for name, value in row.items() if name.startswith("stage ")) == pytest.approx(1)
+    assert "forward: time (share of copy)" in out
+    assert "scanning" in out
+    assert "GEMM peak" not in out
+
+
+def test_heads_of_any_size_without_steps(kernels, monkeypatch):
+    monkeypatch.setattr(profile, "staged", lambda families: ({}, "left out"))
+    options = profile.Options(kernels=("convolution",), lengths=(3,), heads=1, size=2000, rounds=1, backward=False)
+    *_, result = profile.run(options, lambda items, count, label: items)
+    assert [row["kernel"] for row in result["rows"]] == ["convolution"]
 
 
 def test_without_a_compiler(capsys, monkeypatch, kernels):
@@ -243,6 +295,12 @@ def test_tables_over_machines(at, monkeypatch):
     assert "| kernel | tokens | new | new, AVX2 kernels | old* |" in shares
     assert f"| delta | 4,096 | 42 / - | 33 / - | {share:.0f} / - |" in shares
     assert "| linear | 4,096 | - | - | 20 / 10 |" in shares
+    assert "copy" not in shares
+    new["rows"].append({**row("sequence", length=512, share=0.25), "kernel": "convolution"})
+    (at / "new" / "profile.json").write_text(json.dumps(new))
+    shares = script.block("shares")
+    assert "| convolution | 512 | 25 / - | - | - |" in shares
+    assert "convolution: percent of the rate of a copy" in shares
     steps = script.block("token_steps")
     assert "| delta | 64 | 1.25 | - | 1.50 |" in steps
     assert "| linear | 1 | - | - | 1.70 |" in steps

@@ -51,6 +51,9 @@ STAGES = {
     "within chunk": "#332288",
     "solving": "#d55e00",
     "updating": "#882255",
+    "scanning": "#8c510a",
+    "convolving": "#56b4e9",
+    "summing": "#f0e442",
     "writing": "#cc79a7",
     "waiting": "#eeeeee",
 }

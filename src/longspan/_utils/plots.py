@@ -356,56 +356,79 @@ def _rwkv7(plt: Any, result: dict[str, Any]) -> Any:
 
 
 def _profile(plt: Any, result: dict[str, Any]) -> Any:
-    """A bar for each kernel and length, divided by stage, with the share of the GEMM peak at its end; a panel per mode.
+    """A bar for each kernel and length, divided by stage, with the share of the bound at its end.
 
-    Waiting is a share of threads x wall time, the stages are shares of the rest, so that a bar has 100 %. Where stages
-    were not measured, the bar is the share of the peak itself.
+    A panel for each mode and bound. Waiting is a share of threads x wall time, the stages are shares of the rest, so
+    that a bar has 100 %. Where stages were not measured, the bar is the share of the bound itself.
     """
     rows = [row for row in result["rows"] if row["what"] == "sequence"]
     modes = list(dict.fromkeys(row["mode"] for row in rows))
-    kernels, lengths = (list(dict.fromkeys(row[key] for row in rows)) for key in ("kernel", "length"))
+    # Older results have one bound.
+    bounds = list(dict.fromkeys(row.get("bound", "GEMM") for row in rows))
+    groups = [[row for row in rows if row.get("bound", "GEMM") == bound] for bound in bounds]
+    rates = {"GEMM": "the peak of matrix products", "copy": "the rate of a copy"}
     # Half a bar of space between two kernels.
-    places = {
+    heights = [len(_values(of, "kernel")) * (len(_values(of, "length")) + 0.5) for of in groups]
+    size = (9.0, max(2.8, 1.1 + 0.5 * max(len(groups), 1) + 0.21 * sum(heights)))
+    grid = {"height_ratios": heights} if heights else {}
+    panels = {"layout": "constrained", "squeeze": False, "sharey": "row", "gridspec_kw": grid}
+    figure, axes = plt.subplots(max(len(groups), 1), max(len(modes), 1), figsize=size, **panels)
+    staged = any("waiting" in row for row in rows)
+    stages = [stage for stage in palette.STAGES if staged and any(_part(row, stage) for row in rows)]
+    for line, bound, of in zip(axes, bounds, groups, strict=False):
+        for axis, mode in zip(line, modes, strict=False):
+            _profile_bars(axis, [row for row in of if row["mode"] == mode], _places(of), stages)
+            right = f"; right: % of {'GEMM' if bound == 'GEMM' else 'a copy'}" if staged and len(groups) > 1 else ""
+            axis.set_title(mode + right)
+            if not staged or of is groups[-1]:
+                axis.set_xlabel(f"% of {'threads x wall time' if staged else rates[bound]}")
+        lengths = _values(of, "length")
+        line[0].set_yticks(
+            list(_places(of).values()),
+            [f"{kernel}  {thousands(n)}" if n == lengths[0] else thousands(n) for kernel, n in _places(of)],
+        )
+        line[0].invert_yaxis()
+    title = f"right of each bar: share of {rates[bounds[0]]}" if staged and len(bounds) == 1 else None
+    legend(figure, axes.flat, columns=7 if len(groups) > 1 else 6, title=title)
+    return figure
+
+
+def _values(rows: list[dict[str, Any]], key: str) -> list[Any]:
+    return list(dict.fromkeys(row[key] for row in rows))
+
+
+def _places(rows: list[dict[str, Any]]) -> dict[tuple[str, int], float]:
+    """Where the bar of each kernel and length is."""
+    lengths = _values(rows, "length")
+    return {
         (kernel, length): i * (len(lengths) + 0.5) + j
-        for i, kernel in enumerate(kernels)
+        for i, kernel in enumerate(_values(rows, "kernel"))
         for j, length in enumerate(lengths)
     }
-    size = (9.0, max(2.8, 1.6 + 0.21 * (len(kernels) * (len(lengths) + 0.5))))
-    figure, axes = plt.subplots(1, max(len(modes), 1), figsize=size, layout="constrained", squeeze=False, sharey=True)
-    staged = any("waiting" in row for row in rows)
-    for axis, mode in zip(axes.flat, modes, strict=False):
-        here = {places[row["kernel"], row["length"]]: row for row in rows if row["mode"] == mode}
-        ends = dict.fromkeys(here, 0.0)
-        for stage, color in palette.STAGES.items() if staged else ():
-            part = {at: 100 * _part(row, stage) for at, row in here.items()}
-            if any(part.values()):
-                axis.barh(list(part), list(part.values()), 0.86, [ends[at] for at in part], color=color, label=stage)
-            ends = {at: ends[at] + part[at] for at in here}
-        if not staged:
-            ends = {at: 100 * row["share"] for at, row in here.items()}
-            axis.barh(list(ends), list(ends.values()), 0.86, color=palette.IMPLEMENTATIONS["native"])
-        for at, row in here.items():
-            axis.text(ends[at] + 1, at, f"{row['share']:.0%}", va="center", fontsize=8.5)
-        what = "threads x wall time" if staged else "the peak of matrix products"
-        # The numbers at the ends take the room on the right.
-        axis.set(title=mode, xlabel=f"% of {what}", xlim=(0, 114 if staged else 1.2 * max([*ends.values(), 1e-9])))
-        if staged:
-            axis.set_xticks(range(0, 101, 20))
-        axis.grid(alpha=0.3, axis="x")
-        axis.tick_params(axis="y", length=0)
-    first = axes.flat[0]
-    first.set_yticks(
-        list(places.values()),
-        [f"{kernel}  {thousands(n)}" if n == lengths[0] else thousands(n) for kernel, n in places],
-    )
-    first.invert_yaxis()
-    legend(
-        figure,
-        axes.flat,
-        columns=6,
-        title="right of each bar: share of the peak of matrix products" if staged else None,
-    )
-    return figure
+
+
+def _profile_bars(
+    axis: Any, rows: list[dict[str, Any]], places: dict[tuple[str, int], float], stages: list[str]
+) -> None:
+    here = {places[row["kernel"], row["length"]]: row for row in rows}
+    ends = dict.fromkeys(here, 0.0)
+    for stage in stages:
+        part = {at: 100 * _part(row, stage) for at, row in here.items()}
+        color = palette.STAGES[stage]
+        axis.barh(list(part), list(part.values()), 0.86, [ends[at] for at in part], color=color, label=stage)
+        ends = {at: ends[at] + part[at] for at in here}
+    if not stages:
+        ends = {at: 100 * row["share"] for at, row in here.items()}
+        axis.barh(list(ends), list(ends.values()), 0.86, color=palette.IMPLEMENTATIONS["native"])
+    for at, row in here.items():
+        axis.text(ends[at] + 1, at, f"{row['share']:.0%}", va="center", fontsize=8.5)
+    axis.margins(y=0.02)
+    # The numbers at the ends take the room on the right.
+    axis.set(xlim=(0, 114 if stages else 1.2 * max([*ends.values(), 1e-9])))
+    if stages:
+        axis.set_xticks(range(0, 101, 20))
+    axis.grid(alpha=0.3, axis="x")
+    axis.tick_params(axis="y", length=0)
 
 
 def _part(row: dict[str, Any], stage: str) -> float:

@@ -1,10 +1,13 @@
-"""Where the time of the native CPU kernels goes: shares of the GEMM peak, page faults, stages, and token steps.
+"""Where the time of the native CPU kernels goes: shares of their bound, page faults, stages, and token steps.
 
-Useful operations per token and head, by the definition as an RNN with keys of D and values of E channels: 4 D E forward
-for linear attention and decay, 14 D E with the backward pass; 6 D E and 20 D E for the delta rule.
+The bound is the rate of matrix products, or, for scans and the convolution, a copy of as many bytes as the operands and
+results have. Useful operations per token and head, by the definition as an RNN with keys of D and values of E channels:
+4 D E forward for linear attention and decay, 14 D E with the backward pass; 6 D E and 20 D E for the delta rule; 8 D E
+and 28 D E for the general one.
 """
 
 import ctypes
+import math
 import resource
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -13,6 +16,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .._utils.spec import known
@@ -20,11 +24,14 @@ from .._utils.tables import Table, duration
 from ..ops import gated as op
 from ..ops.backends import backend
 from ..ops.buffers import reuse_pages
+from ..ops.convolution import causal_convolution
+from ..ops.gated.general import general_delta_rule
 from ..ops.linear import linear_attention
 from ..ops.native import build
 from ..ops.native.build import instruction_sets
 from ..ops.native.build.openmp import threads
 from ..ops.native.call import LARGEST, MAPS, TYPES, available, pointers
+from ..ops.scan import diagonal_scan, selective_scan
 from . import case, gated, limits, oracle
 from .candidates import Refused
 from .case import Watch
@@ -43,6 +50,9 @@ STAGES = (
     "within chunk",
     "solving",
     "updating",
+    "scanning",
+    "convolving",
+    "summing",
     "writing",
 )
 WAITING = STAGES[0]
@@ -52,15 +62,23 @@ EMPTY = "empty call"
 MOST_CALLS, SPENT = 200, 0.2  # calls, and about the seconds, that page faults and stages are counted over
 
 
+GEMM, COPY = BOUNDS = ("GEMM", "copy")
+STATES, TAPS = 16, 4  # of a channel in the selective scan, and of the convolution
+
+
 class Kernel(NamedTuple):
-    """A kernel of sequences."""
+    """A kernel of sequences, and the work of a token."""
 
     family: str
     """of ``ops.native.build``"""
     forward: int
-    """useful operations per token and head, in units of D E"""
+    """GEMM: useful operations per head, in units of D E; COPY: numbers per channel that are read or written"""
     backward: int
     """the same with the backward pass"""
+    bound: str = GEMM
+    """of its time: that of matrix products with as many operations, or of a copy of as many bytes"""
+    shared: tuple[int, int] = (0, 0)
+    """COPY: numbers that all channels share, forward and with the backward pass"""
 
 
 KERNELS = {
@@ -69,6 +87,11 @@ KERNELS = {
     "channel decay": Kernel("gated", 4, 14),
     "delta": Kernel("gated", 6, 20),
     "gated delta": Kernel("gated", 6, 20),
+    "general delta": Kernel("general", 8, 28),
+    # Of the inputs, the output, and the gradients of both; a backward pass reads its inputs again.
+    "diagonal scan": Kernel("scan", 3, 3 + 5, COPY),
+    "selective scan": Kernel("scan", 4, 4 + 7, COPY, (2 * STATES, 2 * STATES + 4 * STATES)),
+    "convolution": Kernel("convolution", 2, 2 + 3, COPY),
 }
 Operands = dict[str, Tensor | None]
 Step = Callable[[], tuple[Tensor, Tensor]]
@@ -89,23 +112,81 @@ class Options:
 
 
 def operations(kernel: str, mode: str, size: int, tokens: int) -> int:
-    """Useful operations of a call; ``tokens`` of all heads, each head with ``size`` channels of keys and values."""
+    """Useful operations of a call; ``tokens`` of all heads, each head with ``size`` channels of keys and values.
+
+    Of a kernel whose bound is GEMM.
+    """
     return (KERNELS[kernel].forward if mode == MODES[0] else KERNELS[kernel].backward) * size**2 * tokens
 
 
+def traffic(kernel: str, mode: str, channels: int, tokens: int) -> int:
+    """Numbers of a call that are read or written: operands and results of each pass, once, without parameters.
+
+    Of a kernel whose bound is COPY.
+    """
+    _, forward, backward, _, shared = KERNELS[kernel]
+    each, once = (forward, shared[0]) if mode == MODES[0] else (backward, shared[1])
+    return (each * channels + once) * tokens
+
+
 def operands(kernel: str, batch: int, length: int, heads: int, size: int) -> Operands:
-    """Operands as projections give them, (B,N,H*D) taken apart into (B,H,N,D); those of ``gated`` for its rules."""
-    if kernel != "linear":
-        return gated.operands(kernel, batch, length, gated.Options(heads=heads, key_heads=heads, size=size))
-    return {name: torch.randn(batch, length, heads, size).transpose(1, 2) for name in "qkv"}
+    """Operands as projections give them.
+
+    (B,N,H*D) taken apart into (B,H,N,D), with keys of norm 1 for rules that erase, or (B,N,channels) with H*D channels.
+    """
+    channels = heads * size
+
+    def random(*sizes: int) -> Tensor:
+        return torch.randn(batch, length, *sizes)
+
+    def split() -> Tensor:
+        return random(heads, size).transpose(1, 2)
+
+    match kernel:
+        case "linear":
+            return {name: split() for name in "qkv"}
+        case "general delta":
+            read = F.normalize(split(), dim=-1)
+            given: Operands = {
+                "q": split(),
+                "k": split(),
+                "v": split(),
+                "read": read,
+                "erase": read * split().sigmoid(),
+            }
+            return given | {"log_decay": -math.exp(-0.5) * split().sigmoid()}
+        case "diagonal scan":
+            return {"x": random(channels), "log_decay": -0.1 * random(channels).abs()}
+        case "selective scan":
+            tokens: Operands = {"x": random(channels), "dt": random(channels), "z": random(channels)}
+            # Step sizes of about 0.02, as in new models.
+            bias, skip = torch.randn(channels) - 4.0, torch.randn(channels)
+            rates = -torch.arange(1.0, STATES + 1.0).repeat(channels, 1)
+            return tokens | {"A": rates, "B": random(STATES), "C": random(STATES), "D": skip, "dt_bias": bias}
+        case "convolution":
+            return {"x": random(channels), "weight": torch.randn(channels, TAPS), "bias": torch.randn(channels)}
+        case _:
+            return gated.operands(kernel, batch, length, gated.Options(heads=heads, key_heads=heads, size=size))
 
 
 def ours(kernel: str, name: str, given: Operands) -> Tensor:
     """The public function on a backend, on a whole sequence."""
-    if kernel != "linear":
-        return gated.ours(name, given)
+    own: dict[str, Any] = dict(given)
     with backend(name):
-        return linear_attention(**_renamed(given))
+        match kernel:
+            case "linear":
+                return linear_attention(**_renamed(given))
+            case "general delta":  # as RWKV-7 calls it
+                rest = {name: own[name] for name in ("read", "erase", "log_decay")}
+                return general_delta_rule(**_renamed(given), **rest, scale=1.0, read_before_decay=True)
+            case "diagonal scan":
+                return diagonal_scan(**own)
+            case "selective scan":  # as Mamba calls it
+                return selective_scan(**own, softplus=True)
+            case "convolution":
+                return causal_convolution(**own, activation="silu")[0]
+            case _:
+                return op.recur(**own)[0]
 
 
 def _renamed(given: Operands) -> dict[str, Any]:
@@ -119,7 +200,7 @@ def check(kernel: str, length: int, options: Options, *, backward: bool) -> floa
     exact = {name: None if t is None else t.double() for name, t in given.items()}
     expected = gated.outcome(partial(ours, kernel, "reference"), exact, upstream.double(), backward=backward)
     found = gated.outcome(partial(ours, kernel, OWN), given, upstream, backward=backward)
-    return _judged(found, expected, f"{upstream.shape[2]} tokens")
+    return _judged(found, expected, f"{upstream.shape[-2]} tokens")
 
 
 def _judged(found: dict[str, Tensor], expected: dict[str, Tensor], where: str) -> float:
@@ -129,8 +210,10 @@ def _judged(found: dict[str, Tensor], expected: dict[str, Tensor], where: str) -
 
 
 def _upstream(given: Operands) -> Tensor:
-    assert given["v"] is not None
-    return torch.randn_like(given["v"])
+    """A gradient of the output, which has the shape of the values, or of the inputs of scans and the convolution."""
+    like = given["v"] if "v" in given else given["x"]
+    assert like is not None
+    return torch.randn_like(like)
 
 
 def ticks(library: ctypes.CDLL) -> list[list[int]]:
@@ -188,7 +271,7 @@ def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]
     families = list(dict.fromkeys(KERNELS[kernel].family for kernel in options.kernels))
     if not available(*families):
         raise ValueError("native kernels are not available; longspan doctor reports the reason")
-    if options.batches and options.size >= LARGEST:
+    if options.batches and options.size >= LARGEST and {*options.kernels} & {*STEPS}:
         raise ValueError(f"--size={options.size}: token steps serve less than {LARGEST} channels; pass --batches 0")
     reuse_pages()  # as train and generate do
     libraries, missing = staged(families)
@@ -241,10 +324,14 @@ def _how(options: Options) -> str:
     return (
         f"causal, B 1, H {options.heads}, D = E = {options.size}, float32, medians of {options.rounds} rounds; GEMM: "
         f"the best of two sizes in all rounds; useful operations per token and head: 4 D E forward and 14 D E with "
-        f"backward for linear attention and decay, 6 D E and 20 D E for the delta rule; page faults and system time "
-        f"per call, of all threads; stages: shares of the processor time inside the kernels, from a second library "
-        f"with clocks; waiting: the share of threads x wall time outside the kernels in its calls, in which threads "
-        f"wait for others or for Python; step: one token through the public op, state donated, medians of "
+        f"backward for linear attention and decay, 6 D E and 20 D E for the delta rule, 8 D E and 28 D E for the "
+        f"general one, called as in RWKV-7; scans and convolution: {options.heads * options.size} channels, {STATES} "
+        f"states of the selective scan, with gate and softplus as in Mamba, {TAPS} taps, bias and silu; copy: as many "
+        f"bytes as each pass has operands and results, half of them read and half written, into memory that is there; "
+        f"share: of the rate of GEMM, or the time of the copy relative to that of the call; page faults and system "
+        f"time per call, of all threads; stages: shares of the processor time inside the kernels, from a second "
+        f"library with clocks; waiting: the share of threads x wall time outside the kernels in its calls, in which "
+        f"threads wait for others or for Python; step: one token through the public op, state donated, medians of "
         f"{3 * options.rounds} rounds; state in place: state.mul_(1.0); kernel: the C function alone; {EMPTY}: the "
         f"public op on one row and head of one channel; freed memory is kept, as in training; each candidate first "
         f"agreed with a float64 definition"
@@ -254,23 +341,34 @@ def _how(options: Options) -> str:
 def _sequence(
     kernel: str, mode: str, length: int, options: Options, libraries: dict[str, ctypes.CDLL], watch: Watch
 ) -> tuple[dict[str, Any], float]:
-    """The row of one call on a sequence, and the best GFLOP/s of a matrix product in its rounds. Raises Refused."""
-    backward, family = mode == MODES[1], KERNELS[kernel].family
+    """The row of one call on a sequence, and the best GFLOP/s of a matrix product in its rounds, else 0.
+
+    Raises Refused.
+    """
+    backward, family, bound = mode == MODES[1], KERNELS[kernel].family, KERNELS[kernel].bound
     error = check(kernel, length, options, backward=backward)
     given = operands(kernel, 1, length, options.heads, options.size)
     call = partial(gated.outcome, partial(ours, kernel, OWN), given, _upstream(given), backward=backward)
-    samplers = {OWN: case.bound(call)} | limits.gemms("float32")
+    samplers = {OWN: case.bound(call)}
+    moved = traffic(kernel, mode, options.heads * options.size, length) if bound == COPY else 0
+    samplers |= {COPY: case.bound(limits.copy(moved // 2))} if bound == COPY else limits.gemms("float32")
     found, failed = case.take(samplers, options.rounds, f"{kernel}, {mode}, N {length}", watch)
     if failed:
         raise Refused("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
     seconds = found[OWN].seconds
     row = {"what": "sequence", "kernel": kernel, "mode": mode, "length": length, **found[OWN].row(), "error": error}
-    row["gflops"] = operations(kernel, mode, options.size, options.heads * length) / seconds / 1e9
+    row["bound"] = bound
+    if bound == COPY:
+        copied = found[COPY].seconds
+        row |= {"bytes": 4 * moved, "bound_seconds": copied, "share": copied / seconds}
+    else:
+        row["gflops"] = operations(kernel, mode, options.size, options.heads * length) / seconds / 1e9
+    del samplers  # and with them the memory of the copy
     calls = max(options.rounds, min(MOST_CALLS, round(SPENT / seconds)))
     row |= paging(call, calls)
     if family in libraries:
         row |= stages(call, calls, libraries[family], family)
-    return row, limits.peak(found)
+    return row, 0.0 if bound == COPY else limits.peak(found)
 
 
 def paging(call: Call, calls: int) -> dict[str, float]:
@@ -390,14 +488,20 @@ def text(result: dict[str, Any]) -> list[Table]:
     steps = [row for row in result["rows"] if row["what"] == "step"]
     tables: list[Table] = []
     for mode in MODES:
-        if here := [row for row in rows if row["mode"] == mode]:
-            tables += [_times(mode, here), _details(mode, here)]
+        for bound in BOUNDS:
+            if here := [row for row in rows if row["mode"] == mode and bound_of(row) == bound]:
+                tables += [_times(f"{mode}: time (share of {bound})", here), _details(mode, here)]
     if steps:
         tables.append(_steps(steps))
-    return [*tables, [[f"GEMM peak {result['gemm_gflops']:.0f} GFLOP/s"]]]
+    return [*tables, [[f"GEMM peak {peak:.0f} GFLOP/s"]]] if (peak := result["gemm_gflops"]) else tables
 
 
-def _times(mode: str, rows: list[dict[str, Any]]) -> Table:
+def bound_of(row: dict[str, Any]) -> str:
+    """The bound of a sequence; older results have only one."""
+    return row.get("bound", GEMM)
+
+
+def _times(title: str, rows: list[dict[str, Any]]) -> Table:
     at = {(row["kernel"], row["length"]): row for row in rows}
     lengths = sorted({length for _, length in at})
 
@@ -405,7 +509,7 @@ def _times(mode: str, rows: list[dict[str, Any]]) -> Table:
         return f"{duration(row['seconds'])} ({row['share']:.1%})" if row else ""
 
     body = [[kernel, *(cell(at.get((kernel, n))) for n in lengths)] for kernel in dict.fromkeys(k for k, _ in at)]
-    return [[f"{mode}: time (share of GEMM)", *(f"N {n}" for n in lengths)], *body]
+    return [[title, *(f"N {n}" for n in lengths)], *body]
 
 
 def _details(mode: str, rows: list[dict[str, Any]]) -> Table:

@@ -274,7 +274,12 @@ def _profile_options(parser: Parser) -> None:
     )
     lengths, batches = (",".join(map(str, numbers)) for numbers in (Options.lengths, Options.batches))
     parser.add_argument("--lengths", type=str, default=lengths, metavar="N,...", help="lengths in tokens")
-    parser.add_argument("--heads", type=positive_int(MOST), default=Options.heads, help="attention heads")
+    parser.add_argument(
+        "--heads",
+        type=positive_int(MOST),
+        default=Options.heads,
+        help="attention heads; scans and the convolution have heads x size channels",
+    )
     parser.add_argument("--size", type=positive_int(MOST), default=Options.size, help="channels per head")
     parser.add_argument(
         "--batches",
@@ -385,10 +390,11 @@ OWN = {
         _serve,
     ),
     "profile": Benchmark(
-        "where the time of the native kernels goes: share of the GEMM peak, page faults, stages, decode steps",
+        "where the time of the native kernels goes: share of their bound, page faults, stages, decode steps",
         (
             "longspan bench profile --lengths 64 --batches 1 --rounds 1",
             "longspan bench profile 'gated delta' --lengths 4096,16384 --no-backward",
+            "longspan bench profile 'selective scan' convolution --lengths 4096",
         ),
         _profile_options,
         _profile,
