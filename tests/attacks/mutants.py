@@ -9,8 +9,8 @@ A mutant is a table:
   the syntax tree, so a change of the layout is none. In C++ they are pieces of text, and there is no function;
 * ``tests``, node ids of which at least one must fail.
 
-The long form plants all of them. The short one checks that each still applies, and plants two. ``attacks.mutate`` draws
-new ones for any module.
+The long form plants all of them. The short one checks that each still applies, and plants two whose tests are not
+slow. ``attacks.mutate`` draws new ones for any module.
 """
 
 import ast
@@ -72,6 +72,8 @@ def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
     if count > SHORT:  # the short form is part of the suite that runs these tests
         found.append(("their tests pass without them", functools.partial(fails_anyway, LIST)))
     order = random.Random(seed).sample(LIST, len(LIST))
+    if count <= SHORT:
+        order = [mutant for mutant in order if not any(map(_slow, mutant.tests))]
     found += [(mutant.label, functools.partial(survives, mutant, folder)) for mutant in order]
     yield from found[:count]
 
@@ -156,6 +158,17 @@ def found(test: str) -> str:
     raise ValueError(f"there is no test {test}")
 
 
+def _slow(test: str) -> bool:
+    """Whether a test or its class carries the marker ``slow``."""
+    path, *names = re.sub(r"\[.*", "", found(test), flags=re.DOTALL).split("::")
+    defined = [
+        node
+        for node in ast.walk(parsed((ROOT / path).read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name in names
+    ]
+    return any(ast.unparse(marker) == "pytest.mark.slow" for node in defined for marker in node.decorator_list)
+
+
 def survives(mutant: Mutant, folder: Path) -> str | None:
     """Plant a mutant, run its tests, and take it out again; what happened if none of them failed."""
     try:
@@ -167,7 +180,9 @@ def survives(mutant: Mutant, folder: Path) -> str | None:
     copy = package / source.relative_to(ROOT / "src")
     copy.write_text(text, encoding="utf-8")
     # No bytecode is kept: two changes within a second and of one length would share it.
-    more = {"PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1", "LONGSPAN_CACHE": str(folder / "cache")}
+    more = {"PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1"}
+    if "native" in source.parts:
+        more["LONGSPAN_CACHE"] = str(folder / "cache")
     command = [*PYTEST, "-x", *tests]
     try:
         done = subprocess.run(

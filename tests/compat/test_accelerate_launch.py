@@ -56,9 +56,15 @@ def test_data_parallel_equals_one_process(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("job", ["sharded", "tied"])
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-@pytest.mark.parametrize("efficient", ["true", "false"])
+@pytest.mark.parametrize(
+    ("job", "kind", "efficient"),
+    [
+        ("sharded", "SHARDED_STATE_DICT", "true"),
+        ("sharded", "FULL_STATE_DICT", "false"),
+        ("tied", "FULL_STATE_DICT", "true"),
+        ("tied", "SHARDED_STATE_DICT", "false"),
+    ],
+)
 def test_sharded_equals_one_process(job, kind, efficient, tmp_path):
     options = ["--fsdp_state_dict_type", kind, "--fsdp_cpu_ram_efficient_loading", efficient]
     found = run([*LAUNCH, *FSDP, *options], job, tmp_path)
