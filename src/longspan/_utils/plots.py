@@ -441,15 +441,16 @@ def _serve(plt: Any, result: dict[str, Any]) -> Any:
     """Tokens per second, and the time to the first token and between tokens, by number of streams."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(9.0, 3.4), layout="constrained")
     rows = result["rows"]
-    for way, style in zip(dict.fromkeys(row["way"] for row in rows), ("-", "--"), strict=False):
+    for way, style in zip(dict.fromkeys(row["way"] for row in rows), ("-", "--", ":"), strict=False):
+        color = palette.IMPLEMENTATIONS.get(way.partition(",")[0], palette.IMPLEMENTATIONS["longspan"])
         of = [row for row in rows if row["way"] == way]
         streams = [row["streams"] for row in of]
         rate = [row["tokens_per_second"] for row in of]
-        left.plot(streams, rate, style, marker="o", color=palette.IMPLEMENTATIONS["longspan"], label=way)
-        for what, color in (("first", "#d55e00"), ("gap", "#009e73")):
+        left.plot(streams, rate, style, marker="o", color=color, label=way)
+        for what, shade in (("first", "#d55e00"), ("gap", "#009e73")):
             name = {"first": "first token", "gap": "gap"}[what]
             label = f"{name}, 99 %, {way}"
-            right.plot(streams, [row[f"{what}_p99"] for row in of], style, marker="o", color=color, label=label)
+            right.plot(streams, [row[f"{what}_p99"] for row in of], style, marker="o", color=shade, label=label)
     left.set(ylabel="tokens per second", ylim=(0, None))
     right.set(ylabel="seconds", yscale="log")
     for axis in (left, right):

@@ -156,7 +156,7 @@ def by_http(count: int, options: Options) -> dict[str, Any]:
             begin, times = asyncio.run(_ask_all(int(port[1]), count, options))
             if missing := sum(len(one) != options.tokens for one in times):
                 raise Refused(f"{missing} of {count} streams did not get {options.tokens} tokens")
-            return {"way": HTTP, "streams": count, **figures(times, begin), "rss_mb": _resident(server.pid)}
+            return {"way": HTTP, "streams": count, **figures(times, begin), "rss_mb": memory(server.pid, "VmRSS")}
         finally:
             server.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -188,10 +188,11 @@ async def _ask(port: int, i: int, options: Options) -> list[float]:
     return times
 
 
-def _resident(pid: int) -> float:
+def memory(pid: int, entry: str) -> float:
+    """``VmRSS`` (resident now) or ``VmHWM`` (at most so far) of a process, in MB; NaN without /proc."""
     try:
         with open(f"/proc/{pid}/status", encoding="utf-8") as file:
-            return next(int(line.split()[1]) / 1024 for line in file if line.startswith("VmRSS"))
+            return next(int(line.split()[1]) / 1024 for line in file if line.startswith(f"{entry}:"))
     except (OSError, StopIteration):
         return float("nan")
 
@@ -229,7 +230,11 @@ def run(model: Any, options: Options, watch: Watch) -> Generator[dict[str, Any],
 
 
 def text(result: dict[str, Any]) -> list[Table]:
-    """The tables: load by number of streams, and the step of a full pool."""
+    """The tables: load by number of streams, and the step of a full pool; or those of a comparison with a peer."""
+    if "peer" in result["options"]:
+        from . import serve_peer
+
+        return serve_peer.text(result)
     load: Table = [
         ["streams", "way", "tokens/s", *(f"{what} p{part}" for what in ("first", "gap") for part in PERCENT), "MB"]
     ]

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Generator
+from typing import Any
 
 from ..._utils.spec import split
 from ..parser import LONG, MOST, ROUNDS, Parser, natural_int, number, positive_int
@@ -210,32 +211,57 @@ def _rwkv7(args) -> tuple[Generator, Callable]:
 
 def _serve_options(parser: Parser) -> None:
     from ...bench.serve import Options
+    from ...bench.serve_peer import PEERS
+    from ...bench.serve_peer import Options as Compared
 
     parser.add_argument(
-        "model", nargs="?", default=Options.model, metavar="MODEL", help="a run, a checkpoint or a pretrained model"
+        "model",
+        nargs="?",
+        default="",
+        metavar="MODEL",
+        help=f"a run, a checkpoint or a pretrained model, by default {Options.model}; with --peer a folder of a model "
+        f"of transformers, or a model of longspan bench transformers with random weights, by default {Compared.model}",
     )
-    streams = ",".join(map(str, Options.streams))
-    parser.add_argument("--streams", type=str, default=streams, metavar="N,...", help="numbers of streams")
+    streams, compared = (",".join(map(str, kind.streams)) for kind in (Options, Compared))
+    parser.add_argument(
+        "--streams",
+        type=str,
+        default="",
+        metavar="N,...",
+        help=f"numbers of streams; by default {streams}, with --peer {compared}",
+    )
     parser.add_argument("--prompt", type=positive_int(), default=Options.prompt, help="tokens of each prompt")
     parser.add_argument("--tokens", type=positive_int(), default=Options.tokens, help="tokens drawn for each stream")
-    parser.add_argument("--rounds", type=positive_int(ROUNDS), default=Options.rounds, help="samples of a step")
+    parser.add_argument(
+        "--rounds",
+        type=positive_int(ROUNDS),
+        default=Options.rounds,
+        help="samples of a step; with --peer loads of each server",
+    )
     parser.add_argument("--no-http", action="store_true", help="measure the pool only, without a server")
+    parser.add_argument(
+        "--peer",
+        type=str,
+        default="",
+        metavar="NAME",
+        help=f"compare longspan serve with another server on the same folder: {', '.join(PEERS)}",
+    )
 
 
 def _serve(args) -> tuple[Generator, Callable]:
     from ..._utils.progress import track
-    from ...bench import serve
+    from ...bench import serve, serve_peer
     from .. import trained
 
-    options = serve.Options(
-        model=args.model,
-        streams=numbers(args, "streams"),
-        prompt=args.prompt,
-        tokens=args.tokens,
-        rounds=args.rounds,
-        http=not args.no_http,
-    )
-    model, _, _ = trained.model(args.model, "", "decoder")
+    given: dict[str, Any] = {name: getattr(args, name) for name in ("prompt", "tokens", "rounds")}
+    given |= {"model": args.model} if args.model else {}
+    given |= {"streams": numbers(args, "streams")} if args.streams else {}
+    if args.peer:
+        if args.no_http:
+            raise ValueError("--no-http measures the pool only, and --peer compares servers; pass one of them")
+        return serve_peer.run(serve_peer.Options(peer=args.peer, **given), track), serve.text
+    options = serve.Options(http=not args.no_http, **given)
+    model, _, _ = trained.model(options.model, "", "decoder")
     return serve.run(model, options, track), serve.text
 
 
@@ -385,6 +411,7 @@ OWN = {
         (
             "longspan bench serve --streams 4 --tokens 8 --rounds 1",
             "longspan bench serve text --streams 64,512,4096",
+            "longspan bench serve mamba2 --peer transformers --streams 1,8,64",
         ),
         _serve_options,
         _serve,
