@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import importlib
 import importlib.metadata
 import json
 import os
@@ -138,6 +139,7 @@ def make_folder(name: str, folder: str) -> str:
     tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(letters)}, unk_token=" "))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")  # pyright: ignore[reportAttributeAccessIssue] (missing in the stubs)
     tokenizer.decoder = decoders.Fuse()  # pyright: ignore[reportAttributeAccessIssue] (missing in the stubs)
+    importlib.import_module("transformers.utils.logging").disable_progress_bar()
     model.save_pretrained(folder)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False).save_pretrained(folder)
     return folder
@@ -187,7 +189,7 @@ def _compared(
                     raise ValueError(f"{error}; {peer.install}" if way != OURS else str(error)) from error
                 left_out[way] = str(error)
             except Refused as error:
-                left_out[way] = f"{count} streams: {error}"
+                left_out[way] = f"{count} stream{'s' * (count > 1)}: {error}"
         yield {
             "benchmark": "serve",
             "how": (
@@ -298,9 +300,9 @@ def _asked(server: Server, asked: list[Prompt], tokens: int) -> tuple[float, lis
     try:
         begin, answers = asyncio.run(asyncio.wait_for(together(), LIMIT))
     except TimeoutError as error:
-        raise Refused(f"the server did not answer within {LIMIT:.0f} seconds{_error(server.log)}") from error
+        raise Refused(f"the server did not answer within {LIMIT:.0f} seconds; its log{_error(server.log)}") from error
     except (Refused, OSError) as error:
-        raise Refused(f"{error}{_error(server.log)}") from error
+        raise Refused(f"{error}; the server's log{_error(server.log)}") from error
     for prompt, answer in zip(asked, answers, strict=True):
         if (answer.prompt, answer.tokens) != (prompt.tokens, tokens):
             raise Refused(
