@@ -8,6 +8,9 @@ copies the JSON, CSV and PNG files in FOLDER to ``benchmarks/results/MACHINE``, 
 marked blocks of docs/results/performance.md, each with the picture of the first machine that has the benchmark. Without
 an argument it only writes the pages.
 
+A result with other arguments than those of its kind has another name in ``COMMANDS``, such as ``serve_peer``: rename its
+three files in FOLDER first.
+
 A ``gpu.json`` of ``make gpu`` in FOLDER goes to ``benchmarks/results/CARD``. Its parts replace those of an earlier run
 on the same card; other parts stay. Each card gets a page, and the block ``gpu`` has the main figures of all cards.
 
@@ -75,6 +78,7 @@ COMMANDS = {
     "transformers_recurrent": "transformers mamba mamba_layer rwkv4 recurrentgemma xlstm --dtypes float32 --rounds 2",
     "rwkv7": "rwkv7 --rounds 2",
     "serve": "serve --rounds 3",
+    "serve_peer": "serve mamba2 --peer transformers --rounds 3",
     "profile": "profile",
     "profile_avx2": "profile",
     "step": "step --peers",
