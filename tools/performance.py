@@ -8,8 +8,8 @@ copies the JSON, CSV and PNG files in FOLDER to ``benchmarks/results/MACHINE``, 
 marked blocks of docs/results/performance.md, each with the picture of the first machine that has the benchmark. Without
 an argument it only writes the pages.
 
-A result with other arguments than those of its kind has another name in ``COMMANDS``, such as ``serve_peer``: rename its
-three files in FOLDER first.
+Some results have another name in ``COMMANDS`` than the files of their command, such as ``serve_peer``: rename the three
+files in FOLDER first.
 
 A ``gpu.json`` of ``make gpu`` in FOLDER goes to ``benchmarks/results/CARD``. Its parts replace those of an earlier run
 on the same card; other parts stay. Each card gets a page, and the block ``gpu`` has the main figures of all cards.
@@ -57,6 +57,7 @@ KINDS = {
     "pattern": "pattern",
     "rwkv7": "rwkv7",
     "serve": "serve",
+    "serve_peer": "serve_peer",
     "profile": "profile",
 }
 # Name of a result -> the arguments of `longspan bench` that reproduce it.

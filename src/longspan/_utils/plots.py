@@ -599,6 +599,7 @@ PICTURES = {
     "rwkv7": _rwkv7,
     "profile": _profile,
     "serve": _serve,
+    "serve_peer": _serve,
     "members": _members,
     "attention": _attention,
     "step": _step,

@@ -230,11 +230,7 @@ def run(model: Any, options: Options, watch: Watch) -> Generator[dict[str, Any],
 
 
 def text(result: dict[str, Any]) -> list[Table]:
-    """The tables: load by number of streams, and the step of a full pool; or those of a comparison with a peer."""
-    if "peer" in result["options"]:
-        from . import serve_peer
-
-        return serve_peer.text(result)
+    """The tables: load by number of streams, and the step of a full pool."""
     load: Table = [
         ["streams", "way", "tokens/s", *(f"{what} p{part}" for what in ("first", "gap") for part in PERCENT), "MB"]
     ]

@@ -191,7 +191,7 @@ def _compared(
             except Refused as error:
                 left_out[way] = f"{count} stream{'s' * (count > 1)}: {error}"
         yield {
-            "benchmark": "serve",
+            "benchmark": "serve_peer",
             "how": (
                 f"{about}; each server in turn, started for each number of streams, over HTTP on loopback, with a "
                 f"client that runs on the same cores; all streams are asked for at the same time, each with a "

@@ -259,7 +259,7 @@ def _serve(args) -> tuple[Generator, Callable]:
     if args.peer:
         if args.no_http:
             raise ValueError("--no-http measures the pool only, and --peer compares servers; pass one of them")
-        return serve_peer.run(serve_peer.Options(peer=args.peer, **given), track), serve.text
+        return serve_peer.run(serve_peer.Options(peer=args.peer, **given), track), serve_peer.text
     options = serve.Options(http=not args.no_http, **given)
     model, _, _ = trained.model(options.model, "", "decoder")
     return serve.run(model, options, track), serve.text
