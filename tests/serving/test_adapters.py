@@ -61,6 +61,11 @@ def crowded(model, vocab, **options):
     assert forks[0].tokens == expected[1]
     assert again[0].tokens == expected[2][:3]
     assert forks[0].cached == len(given[1])
+    # Prompts that are read in one call, and one that is not.
+    given = [[*range(1, 9)], [*range(2, 10)], [1, 2, 3]]
+    streams = [crowd.submit(prompt, max_new_tokens=NEW, sampling=GREEDY)[0] for prompt in given]
+    crowd.run()
+    assert [stream.tokens for stream in streams] == [alone(model, prompt) for prompt in given]
 
 
 def continued(model, vocab):
@@ -88,6 +93,34 @@ def test_hybrids_in_a_crowd(kind):
     made = hybrid(kind)
     crowded(made, hybrids.VOCAB)
     continued(made, hybrids.VOCAB)
+
+
+@pytest.mark.parametrize("kind", hybrids.KINDS)
+def test_rows_of_equal_length_are_read_in_one_call(kind, monkeypatch):
+    """In any order of the rows; and states lie in memory as those of the model do."""
+    model, calls = servable(hybrid(kind)), []
+    forward = type(model)._forward
+    monkeypatch.setattr(type(model), "_forward", lambda *args: (calls.append(len(args[1])), forward(*args))[1])
+    tokens = torch.arange(1, 13).reshape(4, 3)
+    mask = torch.tensor([[True] * 3, [True, True, False], [True] * 3, [True, True, False]])
+    state = model.init_state(4, 9)
+    outputs, state = model(tokens, state, mask=mask)
+    assert calls == [2, 2]
+    more, state = model(tokens, state)
+    assert calls == [2, 2, 2, 2]
+    for row, n in enumerate((3, 2, 3, 2)):
+        one, after = model(tokens[row : row + 1, :n], model.init_state(1, 9))
+        torch.testing.assert_close(outputs[row, -1], one[0, -1])
+        one, after = model(tokens[row : row + 1], after)
+        torch.testing.assert_close(more[row, -1], one[0, -1])
+        for a, b in zip(pytree.tree_leaves(states.select(state, [row])), pytree.tree_leaves(after), strict=True):
+            torch.testing.assert_close(a, b)
+    for fresh, found in zip(
+        pytree.tree_leaves(model.init_state(1, 9)),
+        pytree.tree_leaves(model(tokens[:1], model.init_state(1, 9))[1]),
+        strict=True,
+    ):
+        assert fresh.stride()[1:] == found.stride()[1:]
 
 
 @pytest.mark.parametrize("name", FLA)

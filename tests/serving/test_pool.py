@@ -48,6 +48,19 @@ def test_greedy_streams_in_a_crowd_equal_those_alone(attention):
     assert crowd.idle
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_readings_together_copy_a_limited_number_of_states(rows, monkeypatch):
+    model, given, read = decoder(), prompts(10), []
+    monkeypatch.setattr("longspan.serving.pool.COPIED", rows * states.nbytes(model.init_state(1)))
+    crowd = pool(model, slots=5)
+    together = crowd._read_together
+    monkeypatch.setattr(crowd, "_read_together", lambda jobs: (read.append(len(jobs)), together(jobs)))
+    streams = [crowd.submit(prompt, max_new_tokens=9, sampling=GREEDY)[0] for prompt in given]
+    crowd.run()
+    assert max(read) == rows
+    assert [stream.tokens for stream in streams] == [alone(model, prompt) for prompt in given]
+
+
 def test_learned_positions_are_those_of_the_stream():
     model, given = decoder(positions="learned"), prompts(7)
     crowd = pool(model)

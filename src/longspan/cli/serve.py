@@ -60,10 +60,12 @@ def run(args: Any) -> int:
     need("longspan serve", "starlette", "uvicorn", "prometheus_client")
     import uvicorn
 
+    from ..ops.buffers import reuse_pages
     from ..serving import Pool, Sessions
     from ..serving.connection import protocol
     from ..serving.server import Limits, Server
 
+    reuse_pages()
     model, codec, grid = _loaded(args.model, args.stop)
     pool = Pool(model, slots=args.slots, queue=args.queue, capacity=args.capacity, prefix_bytes=args.prefix_mb << 20)
     limits = Limits(tokens=args.max_tokens, connections=args.slots + args.queue + 1024)

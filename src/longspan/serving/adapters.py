@@ -153,6 +153,13 @@ def _with_slots(layers: Any, capacity: int) -> Any:
     return type(layers)._make(parts) if hasattr(layers, "_make") else tuple(parts)
 
 
+def _rows_like(t: Tensor, batch: int) -> Tensor:
+    """Return zeros (B,...) with dimensions in memory in the order of ``t`` (1,...): steps of some kernels need it."""
+    order = [0, *sorted(range(1, t.ndim), key=lambda i: -t.stride(i))]
+    sizes = [batch, *(t.shape[i] for i in order[1:])]
+    return t.new_zeros(sizes).permute([order.index(i) for i in range(t.ndim)])
+
+
 class Recurrent(NamedTuple):
     """The states that a layer of transformers keeps in a cache, besides keys and values."""
 
@@ -163,8 +170,8 @@ class Recurrent(NamedTuple):
 class TransformersModel:
     """A model of transformers for a pool, under ``longspan.compat.transformers.accelerate()``.
 
-    Decode steps advance all rows in one call, as ``generate`` does with left padding. Prompts are read one row at a
-    time, because recurrent layers of transformers read padding.
+    Decode steps advance all rows in one call, as ``generate`` does with left padding. Recurrent layers of transformers
+    read padding, so only rows with equally many tokens are read in one call.
 
     Args:
         model: A causal language model on the CPU, of a type that ``accelerate`` supports.
@@ -195,8 +202,7 @@ class TransformersModel:
         if odd := self._mapping.odd(cache):
             raise ValueError(f"a pool cannot serve {type(model).__name__}: {odd}")
         self.likelihood = Categorical(outputs.shape[-1])
-        zero = pytree.tree_map(lambda t: torch.zeros_like(t[:0]), layers)
-        self._layers = _with_slots(zero, 0)
+        self._layers = _with_slots(pytree.tree_map(torch.zeros_like, layers), 0)
         self.attends = any(isinstance(part, KeyValues) for part in _caches(self._layers))
 
     @property
@@ -211,7 +217,7 @@ class TransformersModel:
 
     def init_state(self, batch: int, capacity: int | None = None) -> DecoderState:
         """Return the state before the first token."""
-        rows = pytree.tree_map(lambda t: t.new_zeros(batch, *t.shape[1:]), self._layers)
+        rows = pytree.tree_map(lambda t: _rows_like(t, batch), self._layers)
         return DecoderState(torch.zeros(batch, dtype=torch.long), _with_slots(rows, capacity or 0))
 
     @torch.no_grad()
@@ -223,21 +229,25 @@ class TransformersModel:
         if n == 1 and mask is None and bool((state.position > 0).all()):
             return self._step(tokens, state, donate)
         counts = [n] * batch if mask is None else mask.sum(1).tolist()
-        outputs, parts = [], []
-        for row, count in enumerate(counts):
-            one, after = self._row(tokens[row : row + 1, :count], states.select(state, [row]))
-            outputs.append(one)
-            parts.append(after)
-        return torch.cat(outputs).expand(-1, n, -1), states.join(parts)
+        groups: dict[tuple[int, int], list[int]] = {}
+        for row, (count, before) in enumerate(zip(counts, state.position.tolist(), strict=True)):
+            groups.setdefault((count, before), []).append(row)
+        if len(groups) == 1:
+            outputs, after = self._equal(tokens[:, : counts[0]], state if donate else states.clone(state))
+            return outputs.expand(-1, n, -1), after
+        found = [self._equal(tokens[rows, :count], states.select(state, rows)) for (count, _), rows in groups.items()]
+        back = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
+        outputs = torch.cat([one for one, _ in found])[back]
+        return outputs.expand(-1, n, -1), states.select(states.join([after for _, after in found]), back)
 
-    def _row(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
-        """Read the tokens (1,N) of one row -> the outputs (1,1,size) of the last one, the next state."""
-        before, n = int(state.position), tokens.shape[1]
+    def _equal(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
+        """Read the tokens (B,N) of rows at the same position -> the outputs (B,1,size) of the last ones, the state."""
+        before, n = int(state.position[0]), tokens.shape[1]
         if before:
             cache = self._mapping.cache(state.layers, state.position)
         else:
             cache = self._mapping.fresh()
-        places = torch.arange(before, before + n)[None]
+        places = torch.arange(before, before + n).expand(len(tokens), -1)
         outputs, cache = self._forward(tokens, cache, places, None)
         layers = _extended(state.layers, self._mapping.layers(cache), state.position, n)
         return outputs, DecoderState(state.position + n, layers)

@@ -22,6 +22,7 @@ from .sampler import Sampling, sample
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 NATIVE = ("auto", "native")  # forced backends with which the decode engine runs
+COPIED = 1 << 27  # bytes of states that one reading of several prompts may copy
 
 
 class Full(Exception):
@@ -136,6 +137,8 @@ class Pool:
             self.state = states.fix_capacity(empty, capacity) if grows else empty
             if not grows and states.nbytes(model.init_state(1, 1)) != states.nbytes(model.init_state(1, 2)):
                 raise ValueError("this model's state keeps every token; pass capacity=, the most tokens of a stream")
+        # Prompts that are read in one call: their states are copied.
+        self._together = max(1, COPIED * slots // max(1, states.nbytes(self.state)))
         native = isinstance(model, Decoder) and forced_backend() in NATIVE and not Engine.why_not(model)
         self._engine = Engine(model) if native else None
         self._live: DecoderState | None = None  # the rows that the engine returned, while no stream came or went
@@ -330,11 +333,12 @@ class Pool:
                 self._reading.append(self._waiting.popleft())
 
     def _read(self) -> None:
-        """Read the next piece of each prompt, all of them in one call, and begin the streams of those that end."""
+        """Read the next piece of each prompt, many of them in one call, and begin the streams of those that end."""
         jobs = [job for job in self._reading if job.read < len(job.tokens)]
-        for job, error in self._read_pieces(jobs):
-            self._finish_reading(job)
-            self._fail(job, error)
+        for i in range(0, len(jobs), self._together):
+            for job, error in self._read_pieces(jobs[i : i + self._together]):
+                self._finish_reading(job)
+                self._fail(job, error)
         for job in [job for job in self._reading if job.read == len(job.tokens)]:
             self._finish_reading(job)
             try:
