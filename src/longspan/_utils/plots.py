@@ -439,7 +439,7 @@ def _part(row: dict[str, Any], stage: str) -> float:
 
 def _serve(plt: Any, result: dict[str, Any]) -> Any:
     """Tokens per second, and the time to the first token and between tokens, by number of streams."""
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.0, 3.4), layout="constrained")
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.0, 3.8), layout="constrained")
     rows = result["rows"]
     for way, style in zip(dict.fromkeys(row["way"] for row in rows), ("-", "--", ":"), strict=False):
         color = palette.IMPLEMENTATIONS.get(way.partition(",")[0], palette.IMPLEMENTATIONS["longspan"])
@@ -459,7 +459,8 @@ def _serve(plt: Any, result: dict[str, Any]) -> Any:
         axis.set_xticks(counts, [f"{n:,}" for n in counts], minor=False)
         axis.minorticks_off()
         axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
+        axis.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=2, frameon=False)
+    _decades(right)
     return figure
 
 

@@ -101,7 +101,8 @@ def show(result: Result, tables: Callable[[Result], list[Table]], width: int | N
     samples = sum(row.get("samples") or 0 for row in result["rows"])
     busy = f", {rejected} rejected" if rejected else ""
     busy += f", {disturbed} of them taken while the machine was busy" if disturbed else ""
-    notes.append(f"Samples: {samples} kept{busy}.")
+    if samples or rejected:
+        notes.append(f"Samples: {samples} kept{busy}.")
     notes.append("Machine: " + "; ".join(f"{name} {value}" for name, value in result["machine"].items()) + ".")
     if width:
         notes = [line for note in notes for line in terminal.wrapped(note, 2, first="", width=width)]
