@@ -37,11 +37,17 @@ LAUNCH = (
     "import os, sys; os.dup2(int(sys.argv[1]), 3); os.dup2(int(sys.argv[2]), 4); os.execv(sys.argv[3], sys.argv[3:])"
 )
 SECONDS = 60  # against hanging only
+# What an expression gets whose page is being replaced.
+GONE = ("Inspected target navigated or closed", "Execution context was destroyed", "Cannot find context")
 
 
 def chromium():
     """The path of a Chromium, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None) if os.name == "posix" else None
+
+
+class Replaced(AssertionError):
+    """A page was replaced by another one before an expression had a value."""
 
 
 class Browser:
@@ -89,9 +95,17 @@ class Browser:
         while True:
             found = self._read(method, end)
             if found.get("id") == number:
-                assert "error" not in found, f"{method}: {found['error']}"
+                if (said := found.get("error")) is not None:
+                    gone = any(text in said.get("message", "") for text in GONE)
+                    raise (Replaced if gone else AssertionError)(f"{method}: {said}")
                 return found["result"]
             self.events.append(found)
+
+    def restart(self):
+        """Start anew, after a command that was not answered."""
+        self.process.kill()
+        self.__exit__()
+        self.__enter__()
 
     def page(self, url, **options):
         """Open a page in a new browser context, without cookies or storage of other pages."""
@@ -135,7 +149,12 @@ class Page:
         return self
 
     def __exit__(self, *_):
-        self.send_browser("Target.disposeBrowserContext", browserContextId=self.context)
+        try:
+            self.send_browser("Target.disposeBrowserContext", browserContextId=self.context)
+        except AssertionError:
+            # Chromium does not answer if the page is being replaced, as after a failure within ``reload``.
+            self.browser.restart()
+            raise
 
     def send(self, method, **params):
         return self.browser.send(method, self.session, **params)
@@ -163,10 +182,12 @@ class Page:
     def until(self, expression):
         """Wait until an expression is true, and return it."""
         end = time.monotonic() + SECONDS
-        while not (found := self.js(expression)):
+        while True:
+            with contextlib.suppress(Replaced):
+                if found := self.js(expression):
+                    return found
             assert time.monotonic() < end, f"it did not happen: {expression}"
             time.sleep(0.02)
-        return found
 
     def reload(self):
         self.js("window.old = true")

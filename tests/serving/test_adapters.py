@@ -1,6 +1,7 @@
 """Models of transformers, of flash-linear-attention and of the hub in a pool: every stream is that of ``generate``."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -99,6 +100,8 @@ def test_hybrids_in_a_crowd(kind):
 def test_rows_of_equal_length_are_read_in_one_call(kind, monkeypatch):
     """In any order of the rows; and states lie in memory as those of the model do."""
     model, calls = servable(hybrid(kind)), []
+    # Other numbers of rows are added up in another order, in float32.
+    near = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-4)
     forward = type(model)._forward
     monkeypatch.setattr(type(model), "_forward", lambda *args: (calls.append(len(args[1])), forward(*args))[1])
     tokens = torch.arange(1, 13).reshape(4, 3)
@@ -110,11 +113,11 @@ def test_rows_of_equal_length_are_read_in_one_call(kind, monkeypatch):
     assert calls == [2, 2, 2, 2]
     for row, n in enumerate((3, 2, 3, 2)):
         one, after = model(tokens[row : row + 1, :n], model.init_state(1, 9))
-        torch.testing.assert_close(outputs[row, -1], one[0, -1])
+        near(outputs[row, -1], one[0, -1])
         one, after = model(tokens[row : row + 1], after)
-        torch.testing.assert_close(more[row, -1], one[0, -1])
+        near(more[row, -1], one[0, -1])
         for a, b in zip(pytree.tree_leaves(states.select(state, [row])), pytree.tree_leaves(after), strict=True):
-            torch.testing.assert_close(a, b)
+            near(a, b)
     for fresh, found in zip(
         pytree.tree_leaves(model.init_state(1, 9)),
         pytree.tree_leaves(model(tokens[:1], model.init_state(1, 9))[1]),
