@@ -16,7 +16,6 @@ References:
 
 import contextlib
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from ..attention.base import Attention
 from ..ops import shards as hook
 from ..ops.gated.decays import LOWEST
+from ..ops.gated.operands import Recurrence
 from ..ops.linear import stabilized
 from ..ops.operands import zero_masked
 from ..ops.tensors import unit, upcast_half
@@ -65,41 +65,23 @@ class ShardsOf:
         at = self.layout.position(0 if start is None else start)
         return at if isinstance(at, Tensor) else torch.full((x.shape[0],), at, device=x.device)
 
-    def recur(
-        self,
-        run: Recur,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        log_decay: Tensor | None,
-        beta: Tensor | None,
-        scale: float | None,
-        normalize: str | None,
-        mask: Tensor | None,
-        segments: Tensor | None,
-        cu_seqlens: Tensor | None,
-        state: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        _refuse(cu_seqlens=cu_seqlens)
-        run = partial(_alone, run, q, k, log_decay=log_decay, beta=beta, scale=scale, normalize=normalize, mask=mask)
-        run = partial(run, segments=segments)
-        size, width, wide = k.shape[-1], v.shape[-1], upcast_half(v[:0]).dtype
-        if state is None:
-            state = v.new_zeros(*v.shape[:2], size, width, dtype=wide)
-        if beta is None:
-            own, decay = _sums(k, v, log_decay, normalize is not None, self.layout.ending)
-            return run(v, state=self._fold(state, own, decay))
+    def recur(self, run: Callable[[Recurrence], tuple[Tensor, Tensor]], r: Recurrence) -> tuple[Tensor, Tensor]:
+        _refuse(cu_seqlens=r.cu_seqlens)
+        wide, state, width = r.state.dtype, r.state, r.v.shape[-1]
+        if r.beta is None:
+            own, decay = _sums(r.k, r.v, r.log_decay, r.normalize, self.layout.ending)
+            return _alone(run, r._replace(state=self._fold(state, own, decay)))
         # Columns of zeros whose state begins with the identity: they end with A, and their outputs read A.
-        eye = torch.eye(size, dtype=wide, device=v.device).expand(*v.shape[:2], size, size)
-        zeros = v.new_zeros(*v.shape[:3], size)
-        o, found = run(torch.cat([v, zeros], -1), state=torch.cat([torch.zeros_like(state), eye], -1))
+        size = r.k.shape[-1]
+        eye = torch.eye(size, dtype=wide, device=state.device).expand(*state.shape[:2], size, size)
+        values = torch.cat([r.v, r.v.new_zeros(*r.v.shape[:3], size)], -1)
+        o, found = _alone(run, r._replace(v=values, state=torch.cat([torch.zeros_like(state), eye], -1)))
         own, decay = found[..., :width], found[..., width:]
         before = self._fold(state, own, decay)
-        if v.dtype != wide:
+        if r.v.dtype != wide:
             # Half precision would round what the queries read of A.
-            return run(v, state=before)
-        with torch.autocast(v.device.type, enabled=False):
+            return _alone(run, r._replace(state=before))
+        with torch.autocast(state.device.type, enabled=False):
             return o[..., :width] + o[..., width:] @ before, decay @ before + own
 
     def _fold(self, state: Tensor, own: Tensor, decay: Tensor | None) -> Tensor:

@@ -1,13 +1,15 @@
 """``cu_seqlens``, the offsets of sequences that are packed into one row: checks, and calls for each sequence."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from .operands import in_memory, transformed
+
+R = TypeVar("R", bound=tuple[Any, ...])
 
 
 def check_packed(cu_seqlens: Tensor | None, batch: int, tokens: int, segments: Tensor | None = None) -> int:
@@ -34,45 +36,28 @@ def check_packed(cu_seqlens: Tensor | None, batch: int, tokens: int, segments: T
     return len(cu_seqlens) - 1
 
 
-def by_sequence(
-    form: Callable[..., tuple[Tensor, Tensor]],
-    tokens: Sequence[Tensor | None],
-    state: Tensor,
-    *,
-    cu_seqlens: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    along: int,
-    like: int,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
+def by_sequence(form: Callable[[R], tuple[Tensor, Tensor]], r: R) -> tuple[Tensor, Tensor]:
     """Call ``form``, which does not handle cu_seqlens, once, or for each sequence of the one row.
 
     Args:
-        form: ``form(*tokens, state, mask=mask, segments=segments, **options)`` returns the output and the state.
-        tokens: Operands whose axis ``along`` counts tokens, or None.
-        state: (S,...), one per sequence.
-        cu_seqlens: (S+1,), or None for one call.
-        mask: (B,N) bool or None.
-        segments: (B,N) or None.
-        along: The axis of tokens in operands and output.
-        like: Which operand has the shape of the output.
-        options: Passed on to ``form``.
+        form: Returns the output, in the shape of the operand ``r.OUTPUT``, and the state.
+        r: Operands. The ones named in ``r.TOKENS`` have tokens along ``r.AXIS``, or are None; ``r.state`` (S,...) has
+            a row per sequence.
     """
-    if cu_seqlens is None:
-        return form(*tokens, state, mask=mask, segments=segments, **options)
-    first = tokens[like]
-    assert first is not None
-    out, ends = [first.narrow(along, 0, 0)], [state[:0]]
-    for s, (begin, end) in enumerate(pairwise(cu_seqlens.tolist())):
-        one = state[s : s + 1]
+    given: Any = r
+    if given.cu_seqlens is None:
+        return form(r)
+    out, ends = [getattr(given, given.OUTPUT).narrow(given.AXIS, 0, 0)], [given.state[:0]]
+    for s, (begin, end) in enumerate(pairwise(given.cu_seqlens.tolist())):
+        one = given.state[s : s + 1]
         if begin < end:
-            here = [None if t is None else t.narrow(along, begin, end - begin) for t in tokens]
-            real = None if mask is None else mask[:, begin:end]
-            o, one = form(*here, one, mask=real, segments=None, **options)
+            tokens = {name: getattr(given, name) for name in given.TOKENS}
+            here = {name: t.narrow(given.AXIS, begin, end - begin) for name, t in tokens.items() if t is not None}
+            mask = None if given.mask is None else given.mask[:, begin:end]
+            o, one = form(given._replace(**here, state=one, mask=mask, segments=None, cu_seqlens=None))
             out.append(o)
         ends.append(one)
-    return torch.cat(out, along), torch.cat(ends)
+    return torch.cat(out, given.AXIS), torch.cat(ends)
 
 
 def _shortened(numbers: list[int]) -> str:

@@ -19,8 +19,8 @@ class Shards(Protocol):
         """Return ``run(x, state)``, the ``attend`` of an attention, as one process with whole rows would."""
         ...
 
-    def recur(self, run: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> Any:
-        """Return ``run``, which is ``gated.recur``, after the state before this shard."""
+    def recur(self, run: Callable[[Any], tuple[Tensor, Tensor]], r: Any) -> tuple[Tensor, Tensor]:
+        """Return ``run(r)``, which is ``gated.serve``, after the state before this shard."""
         ...
 
     def linear(self, run: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> Any:

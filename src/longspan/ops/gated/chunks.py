@@ -18,19 +18,23 @@ Axes: B batch, G query and key heads, R value heads per key head, L chunks of a 
 Queries and keys are (B,G,1,L,C,D), values (B,G,R,L,C,E), log decays (B,G,R,L,C,1 or D), states (B,G,R,D,E).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import triton
-from ..operands import double_backward, needs_autograd
+from ..custom_ops import contiguous_like, kernel
+from ..operands import needs_autograd, transformed, zero_masked
 from ..segments import borders_of, cut
 from . import decay_per_head, pairs, spans
 from .decay_per_channel import before_here, from_here_on, halved, halved_backward, running
 from .decays import LOWEST, faded
+from .operands import Recurrence, prepared
 from .spans import Place
 
 CHUNK = 64
@@ -43,52 +47,79 @@ TOGETHER = 2**18
 Form = Literal["loop", "pairs", "triton"]  # how the states of a span are computed
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    *,
-    scale: float,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    chunk: int = CHUNK,
-    kernels: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """``gated.recur`` in chunks; ``chunk`` is a power of two. With ``kernels`` Triton computes the states.
+class Chunked(NamedTuple):
+    """Operands as in ``Recurrence``, normalized and of one sequence per row, and how to compute."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor | None
+    beta: Tensor | None
+    state: Tensor
+    mask: Tensor | None
+    segments: Tensor | None
+    scale: float
+    chunk: int = CHUNK  # tokens of a chunk, a power of two
+    kernels: bool = False  # whether Triton computes the states
+
+    @property
+    def form(self) -> Form:
+        return "triton" if self.kernels else "pairs" if _on_gpu(self.q) else "loop"
+
+    @property
+    def places(self) -> list[Place]:
+        """The spans of the sequence."""
+        n, rows = self.q.shape[2], max(self.v.shape[0] * self.v.shape[1], 1)
+        if _on_gpu(self.q):
+            return cut(n, self.chunk, max(TOGETHER // rows, 8 * self.chunk))
+        tokens = SPAN // rows
+        # Without the delta rule the states of a span form one product, quadratic in the number of chunks.
+        return cut(n, self.chunk, tokens if self.beta is not None else min(tokens, GROUP * self.chunk))
+
+
+def attend(r: Recurrence) -> tuple[Tensor, Tensor]:
+    """``gated.serve`` in chunks, in operations of torch.
 
     Time is O(N (D E + C (D + E))); a decay per channel adds D log C exponentials per token. Beyond inputs, output and
     gradients, memory is that of one span, and of D E numbers per span for the backward pass.
     """
-    return _Attend.apply(q, k, v, log_decay, beta, state, mask, segments, scale, chunk, kernels)
+    if not r.v.numel() or not r.q.shape[2]:
+        return torch.zeros_like(r.v), r.state.clone()
+    return prepared(composed if transformed() else chunked, r)
 
 
-class _Attend(torch.autograd.Function):
-    """Takes the arguments of ``_forward``."""
+def chunked(r: Recurrence, *, chunk: int = CHUNK, kernels: bool = False) -> tuple[Tensor, Tensor]:
+    """``attend`` without ``normalize`` and ``cu_seqlens``. With ``kernels`` Triton computes the states."""
+    return _attend(Chunked(*r[:8], r.scale, chunk, kernels))
 
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        # One operation for torch.compile, since tracing its inside gains nothing.
-        run = _forward_op if torch.compiler.is_compiling() else _forward
-        o, end, starts = run(*given)
-        ctx.save_for_backward(*given[:8], starts)
-        ctx.options = given[8:]
-        return o, end
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        *inputs, mask, segments, _ = saved = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            scale, chunk, _ = ctx.options
-            options: dict[str, Any] = {"mask": mask, "segments": segments, "scale": scale, "chunk": chunk}
-            grads = double_backward(composed, inputs, upstream, **options)
-        else:
-            run: Any = _backward_op if torch.compiler.is_compiling() else _backward
-            found = iter(run(*upstream, *saved, *ctx.options))
-            grads = [None if t is None else next(found) for t in inputs]
-        return (*grads, None, None, None, None, None)
+def composed(r: Recurrence, *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """``chunked`` from operations with derivatives of any order."""
+    return _composed(Chunked(*r[:8], r.scale, chunk))
+
+
+def step(r: Recurrence, donate: bool) -> tuple[Tensor, Tensor]:
+    """``gated.serve`` for N = 1, in few passes over the state, which ``donate`` overwrites."""
+    return prepared(partial(_step, donate=donate), r)
+
+
+def _step(r: Recurrence, donate: bool) -> tuple[Tensor, Tensor]:
+    q, k, v, log_decay, beta, state, mask, _, _, scale, _ = r
+    wide, groups = state.dtype, v.shape[1] // k.shape[1]
+    # A masked token neither decays nor writes, and reads 0.
+    q, k, v, log_decay, beta = zero_masked(mask, q, k, v, log_decay, beta)
+    queries, keys, new = q.to(wide) * scale, k.to(wide), v.to(wide)
+    if groups > 1:
+        queries, keys = queries.repeat_interleave(groups, 1), keys.repeat_interleave(groups, 1)
+    if log_decay is not None:
+        alpha = log_decay.to(wide).clamp(min=LOWEST).exp()
+        alpha = alpha.mT if log_decay.dim() == 4 else alpha[..., None]
+        state = state.mul_(alpha) if donate else state * alpha
+        donate = donate or not (torch.is_grad_enabled() or transformed())
+    if beta is not None:
+        new = beta[..., None].to(wide) * (new - keys @ state)
+    state = state.addcmul_(keys.mT, new) if donate else torch.addcmul(state, keys.mT, new)
+    return (queries @ state).to(v.dtype), state
 
 
 @dataclass
@@ -130,19 +161,12 @@ def times(x: Tensor, factor: Tensor | None) -> Tensor:
     return x if factor is None else x * factor
 
 
-def _span(
-    place: Place,
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
-    mask: Tensor | None,
-    segments: Tensor | None,
-    wide: torch.dtype,
-    form: Form,
-) -> Span:
+def _span(r: Chunked, place: Place) -> Span:
     """Return the span at ``place``, padded with tokens that have no effect."""
     start, count, width = place
-    q, k, v, log_decay, beta = inputs
-    groups, rows = k.shape[1], slice(start, start + count * width)
-    hidden = None if mask is None else ~mask[:, None, rows, None]
+    groups, rows, wide = r.k.shape[1], slice(start, start + count * width), r.state.dtype
+    log_decay, segments = r.log_decay, r.segments
+    hidden = None if r.mask is None else ~r.mask[:, None, rows, None]
     more = (1 << (width - 1).bit_length()) - width
 
     def chunks(x: Tensor) -> Tensor:
@@ -151,9 +175,9 @@ def _span(
         x = x.unflatten(2, (count, width)).unflatten(1, (groups, x.shape[1] // groups))
         return (F.pad(x, (0, 0, 0, more)) if more else x).contiguous()
 
-    span = Span(form, chunks(q), chunks(k), chunks(v), None, None, None, None, None, None, None)
-    if beta is not None:
-        span.beta = chunks(beta[..., None])
+    span = Span(r.form, chunks(r.q), chunks(r.k), chunks(r.v), None, None, None, None, None, None, None)
+    if r.beta is not None:
+        span.beta = chunks(r.beta[..., None])
     borders = None
     if segments is not None:
         ids = segments[:, start : start + count * width]
@@ -190,10 +214,6 @@ def _fading(total: Tensor, wide: torch.dtype) -> Tensor:
 def _on_gpu(x: Tensor) -> bool:
     """Return whether to plan for few launches instead of small intermediate results."""
     return x.is_cuda
-
-
-def _form(q: Tensor, kernels: bool) -> Form:
-    return "triton" if kernels else "pairs" if _on_gpu(q) else "loop"
 
 
 def _values(span: Span) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -390,113 +410,50 @@ def _scanned_backward(
     return ahead, first, values + keys @ ahead if w is None else values
 
 
-def _chunk_spans(q: Tensor, v: Tensor, beta: Tensor | None, chunk: int) -> list[Place]:
-    n, rows = q.shape[2], max(v.shape[0] * v.shape[1], 1)
-    if _on_gpu(q):
-        return cut(n, chunk, max(TOGETHER // rows, 8 * chunk))
-    tokens = SPAN // rows
-    # Without the delta rule the states of a span form one product, quadratic in the number of chunks.
-    return cut(n, chunk, tokens if beta is not None else min(tokens, GROUP * chunk))
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    scale: float,
-    chunk: int,
-    kernels: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(r: Chunked, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), the state before each span but the first."""
-    places, form = _chunk_spans(q, v, beta, chunk), _form(q, kernels)
-    with torch.autocast(q.device.type, enabled=False):
-        if beta is None and log_decay is not None and log_decay.dim() == 3 and form == "loop":
-            o, end, starts = decay_per_head.forward(q, k, v, log_decay, state, mask, segments, scale, places)
+    with torch.autocast(r.q.device.type, enabled=False):
+        if r.beta is None and r.log_decay is not None and r.log_decay.dim() == 3 and r.form == "loop":
+            o, end, starts = decay_per_head.forward(*r[:4], r.state, r.mask, r.segments, r.scale, r.places)
         else:
-            inputs = q, k, v, log_decay, beta
-
-            def advance(place: Place, before: Tensor) -> tuple[Tensor, Tensor]:
-                return _advance(_span(place, inputs, mask, segments, state.dtype, form), before, scale)
-
-            o, end, starts = spans.forward(advance, places, v, state, k.shape[1])
-    spans.clear_masked(mask, o)
+            o, end, starts = spans.forward(partial(_advanced, r), r)
+    spans.clear_masked(r.mask, o)
     return o, end, starts
 
 
+def _advanced(r: Chunked, place: Place, before: Tensor) -> tuple[Tensor, Tensor]:
+    return _advance(_span(r, place), before, r.scale)
+
+
 def _backward(
-    grad: Tensor,
-    grad_end: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    starts: Tensor,
-    scale: float,
-    chunk: int,
-    kernels: bool,
-) -> list[Tensor]:
-    """Return the gradients of q, k, v, of log_decay and beta if given, and of the first state."""
-    places, wide, form = _chunk_spans(q, v, beta, chunk), state.dtype, _form(q, kernels)
-    inputs = q, k, v, log_decay, beta
-    grads = [None if t is None else torch.empty_like(t) for t in inputs]
+    r: Chunked, above: Sequence[Tensor], kept: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    (grad, grad_end), (starts,) = above, kept
+    upstream = r._replace(v=grad, log_decay=None, beta=None, segments=None)
 
     def retreat(place: Place, start: Tensor, after: Tensor) -> tuple[list[Tensor | None], Tensor]:
-        span = _span(place, inputs, mask, segments, wide, form)
-        upstream = _span(place, (q, k, grad, None, None), mask, None, wide, form).v * scale
-        return _retreat(span, start, upstream, after, decays=log_decay is not None)
+        scaled = _span(upstream, place).v * r.scale
+        return _retreat(_span(r, place), start, scaled, after, decays=r.log_decay is not None)
 
-    with torch.autocast(q.device.type, enabled=False):
-        first = spans.backward(retreat, places, grads, state, starts, grad_end, k.shape[1])
-    found = [t for t in grads if t is not None]
-    spans.clear_masked(mask, *found)
-    return [*found, first]
+    return spans.backward(retreat, r, r[:5], starts, grad_end)
 
 
-def composed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor,
-    *,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    scale: float,
-    chunk: int = CHUNK,
-) -> tuple[Tensor, Tensor]:
-    """The forward pass from operations with derivatives of any order."""
-    places, inputs, form = _chunk_spans(q, v, beta, chunk), (q, k, v, log_decay, beta), _form(q, False)
-
-    def advance(place: Place, before: Tensor) -> tuple[Tensor, Tensor]:
-        return _advance(_span(place, inputs, mask, segments, state.dtype, form), before, scale)
-
-    with torch.autocast(q.device.type, enabled=False):
-        return spans.composed(advance, places, v, state, k.shape[1], mask)
+def _composed(r: Chunked) -> tuple[Tensor, Tensor]:
+    with torch.autocast(r.q.device.type, enabled=False):
+        return spans.composed(partial(_advanced, r), r)
 
 
-_forward_op = torch.library.custom_op("longspan::chunks_forward", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("longspan::chunks_backward", _backward, mutates_args=())
+def _shapes(r: Chunked, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(r.v), contiguous_like(r.state), r.state.new_empty(len(r.places) - 1, *r.state.shape)
 
 
-@_forward_op.register_fake
-def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    q, _, v, _, beta, state, _, _, _, chunk, _ = given
-    starts = state.new_empty(len(_chunk_spans(q, v, beta, chunk)) - 1, *state.shape)
-    return torch.empty_like(v), torch.empty_like(state, memory_format=torch.contiguous_format), starts
-
-
-@_backward_op.register_fake
-def _(*given: Any) -> list[Tensor]:
-    _, _, q, k, v, log_decay, beta, state, *_ = given
-    found = [torch.empty_like(t) for t in (q, k, v, log_decay, beta) if t is not None]
-    return [*found, torch.empty_like(state, memory_format=torch.contiguous_format)]
+_attend = kernel(
+    "chunks",
+    Chunked,
+    _forward,
+    _backward,
+    shapes=_shapes,
+    again=lambda r: _composed(r._replace(kernels=False)),
+    inputs=6,
+    kept=1,
+)

@@ -22,7 +22,7 @@ from ..operands import double_backward
 from ..tensors import unit
 from ..triton import unreadable
 from . import chunks
-from .prepared import prepared
+from .operands import Recurrence, prepared
 
 PACKAGE, NAME = "fla-core", "fla"
 OLDEST = (0, 6, 0)
@@ -42,24 +42,13 @@ PARTS = ("output", "last state", *(f"gradient of {name}" for name in LEAVES))
 _tested: dict[tuple[Any, ...], str] = {}
 
 
-def why_not(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    needed: bool = True,
-) -> str:
-    """Return why the kernels cannot serve these operands of ``gated.recur``; empty if they can.
+def why_not(r: Recurrence) -> str:
+    """Return why the kernels cannot serve these operands of ``gated.serve``; empty if they can.
 
-    Imports fla and tests its kernels on the first call of each kind, unless another form is faster (``needed`` is
-    False) and the backend is not forced.
+    Imports fla and tests its kernels on the first call of each kind, unless the backend is not forced and the call is
+    a single token, for which another form is faster.
     """
+    q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, *_ = r
     if reason := unreadable(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens):
         return reason
     if log_decay is None or log_decay.dim() != 4:
@@ -81,7 +70,7 @@ def why_not(
     name = GLA if beta is None else KDA
     if name == GLA and q.shape[1] != v.shape[1]:
         return f"{GLA} takes one query head per value head"
-    if not needed and forced_backend() != NAME:
+    if q.shape[2] == 1 and cu_seqlens is None and forced_backend() != NAME:
         return "longspan has a faster form of this call"
     return missing() or _differs(name, q, v, packed=cu_seqlens is not None)
 
@@ -173,28 +162,15 @@ def _test(name: str, q: Tensor, v: Tensor, *, groups: int, packed: bool, chunk: 
     return ""
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    scale: float,
-    mask: None,
-    segments: None,
-    state: Tensor,
-    normalize: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``gated.recur`` by fla: q, k (B,G,N,D), v (B,H,N,E) -> o (B,H,N,E) in v's dtype, state (B,H,D,E) float32.
+def attend(r: Recurrence) -> tuple[Tensor, Tensor]:
+    """``gated.serve`` by fla -> o (B,H,N,E) in v's dtype, state (B,H,D,E) float32.
 
     Log decays below -60 count as -60. Normalized queries and keys are rounded to their dtype. Derivatives of higher
     order are those of the torch form. Only for operands for which ``why_not`` is empty.
     """
-    if normalize:
-        q, k = unit(q), unit(k)
-    return _Attend.apply(q, k, v, log_decay, state, beta, cu_seqlens, scale, torch.is_grad_enabled())
+    q, k = (unit(r.q), unit(r.k)) if r.normalize else (r.q, r.k)
+    inputs = (q, k, r.v, r.log_decay, r.state, r.beta)
+    return _Attend.apply(*inputs, r.cu_seqlens, r.scale, torch.is_grad_enabled())
 
 
 class _Attend(torch.autograd.Function):
@@ -295,5 +271,5 @@ def _torch_form(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The same from operations of torch, with derivatives of any order."""
-    options: dict[str, Any] = {"mask": None, "segments": None, "normalize": False, "cu_seqlens": offsets}
-    return prepared(chunks.composed, q, k, v, log_decay, beta, state, scale=scale, **options)
+    r = Recurrence(q, k, v, log_decay, beta, state, None, None, offsets, scale, False)
+    return prepared(chunks.composed, r)

@@ -1,26 +1,19 @@
 """The general delta rule: P_t = Diag(alpha_t) S_{t-1}, S_t = P_t + k_t v_t^T - e_t (P_t^T r_t)^T."""
 
-from collections.abc import Sequence
-from typing import Any, Literal, overload
+from functools import partial
+from typing import Literal, overload
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from .. import forms
 from ..arguments import check_mask, check_segments, check_state, describe
-from ..backends import choose_backend, log_backend, resolve_backend
-from ..exported import operation
-from ..isolated import Packed, Part, isolated
-from ..native import call
-from ..operands import check_donation, check_scale, check_stored, materialize_neg, same_device, transformed, zero_masked
-from ..packed import by_sequence, check_packed
+from ..custom_ops import exported
+from ..forms import Form, Forms
+from ..operands import check_donation, check_scale, check_stored, same_device
+from ..packed import check_packed
 from ..tensors import per_root, upcast_half
-from . import general_chunks as chunks
-from . import general_native as kernels
-from .decays import LOWEST
-
-GENERAL = "the general delta rule"
-SERVED = ("reference", "torch", "native")
+from . import general_chunks, general_definition, general_native
+from .operands import GeneralRecurrence, first_state, isolated_call, serve_with_keys
 
 
 @overload
@@ -137,30 +130,17 @@ def general_delta_rule(
     check_scale(scale)
     if donate and state is not None:
         check_donation(state, query=query, key=key, value=value, read=read, erase=erase, log_decay=log_decay)
-    if mask is None and segments is None and cu_seqlens is None and state is not None:
+    given = (query, key, value, read, erase, log_decay)
+    declined = False
+    if mask is None and segments is None and cu_seqlens is None and state is not None and query.dim() == 4:
         # Fast path for one-token decoding, which validates its own shapes.
-        found = _token(query, key, value, read, erase, log_decay, scale, read_before_decay, state, donate)
-        if found is not None:
+        r = _operands(*given, state, None, None, None, scale, read_before_decay)
+        if (found := forms.step(FORMS, r, donate)) is not None:
             return found if return_state else found[0]
-    _check(query, key, value, read, erase, log_decay, mask, segments, cu_seqlens, state)
-    options: dict[str, Any] = {"scale": scale, "read_before_decay": read_before_decay, "cu_seqlens": cu_seqlens}
-
-    def run(tokens: Sequence[Any], state: Any, carry: Any, part: Part | None) -> tuple[Tensor, Tensor]:
-        q, k, v, read, erase, log_decay = tokens
-        own = (mask, segments) if part is None else (part.cut(mask), None)
-        given: dict[str, Any] = {"read": read, "erase": erase, "log_decay": log_decay, "mask": own[0]}
-        given |= {"segments": own[1], "state": state, "donate": donate and segments is None}
-        return recur(q, k, v, **given, **options)
-
-    tokens = [query, key, value, read, erase, log_decay]
-    if segments is None:
-        out, after = run(tokens, state, None, None)
-    else:
-        # Masked tokens are not examined, and -inf is a valid log decay.
-        tokens = zero_masked(mask, *tokens)
-        gates = tokens[5]
-        examined = [*tokens[:5], None if gates is None else gates.clamp(min=LOWEST)]
-        out, after = isolated(Packed(run, segments, 2), tokens, state, examined=examined)
+        declined = True
+    _check(*given, mask, segments, cu_seqlens, state)
+    r = _operands(*given, state, mask, segments, cu_seqlens, scale, read_before_decay)
+    out, after = isolated_call(partial(serve, declined=declined), r, donate)
     return (out, after) if return_state else out
 
 
@@ -185,157 +165,43 @@ def recur(
     Raises:
         ValueError: a forced backend cannot serve the call.
     """
-    if state is None:
-        sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        state = v.new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1], dtype=upcast_half(v[:0]).dtype)
-    early, factor = read_before_decay, per_root(q.shape[-1]) if scale is None else scale
-    if torch.compiler.is_exporting():
-        given = (q, k, v, read, erase, log_decay, state, mask, segments, cu_seqlens, factor, early)
-        return recurrence(*given)
-    if not q.shape[-1]:
-        # D = 0 equals one channel of zeros, which every form can take.
-        q, k, read, erase = (F.pad(t, (0, 1)) for t in (q, k, read, erase))
-        log_decay = F.pad(log_decay, (0, 1)) if log_decay is not None and log_decay.dim() == 4 else log_decay
-        more: dict[str, Any] = {"read": read, "erase": erase, "log_decay": log_decay, "scale": scale, "mask": mask}
-        more |= {"read_before_decay": early, "segments": segments, "cu_seqlens": cu_seqlens}
-        out, end = recur(q, k, v, **more, state=F.pad(state, (0, 0, 0, 1)))
-        return out, end[:, :, :0]
-    token = q.shape[2] == 1 and cu_seqlens is None
-    if token and mask is None:
-        found = _token(q, k, v, read, erase, log_decay, factor, early, state, donate)
-        if found is not None:
-            return found
-    *tokens, state = operands = materialize_neg(q, k, v, read, erase, log_decay, state)
-    assert state is not None
-    packed: dict[str, Any] = {"cu_seqlens": cu_seqlens, "along": 2, "like": 2}
-    options: dict[str, Any] = {"scale": factor, "mask": mask, "segments": segments, "early": early}
-    native = call.why_not(q, k, v, state, read, erase, log_decay, mask, segments, cu_seqlens, family="general")
-    if not native and not read.dtype == erase.dtype == v.dtype:
-        native = "they take reads and erasures in the dtype of values"
-    match choose_backend(GENERAL, SERVED, {"native": native}, prefer="torch" if token else ""):
-        case "native":
-            return kernels.attend(*operands, **options, cu_seqlens=cu_seqlens)
-        case "reference":
-            return by_sequence(reference, tokens, state, **options, **packed)
-        case _ if q.shape[2] == 0 or v.numel() == 0:
-            return torch.zeros_like(v), state.clone()
-        case _ if token:
-            # A single token belongs to the segment of the state.
-            return step(*operands, **options, donate=donate and not transformed())
-        case _:
-            form = chunks.composed if transformed() else chunks.attend
-            return by_sequence(form, tokens, state, **options, **packed)
+    given = (q, k, v, read, erase, log_decay, state, mask, segments, cu_seqlens)
+    return serve(_operands(*given, scale, read_before_decay), donate)
 
 
-def _again(*given: Any) -> tuple[Tensor, Tensor]:
-    q, k, v, read, erase, log_decay, state, mask, segments, cu_seqlens, scale, early = given
-    options: dict[str, Any] = {"read": read, "erase": erase, "log_decay": log_decay, "state": state, "mask": mask}
-    options |= {"segments": segments, "cu_seqlens": cu_seqlens, "scale": scale, "read_before_decay": early}
-    return recur(q, k, v, **options)
+def serve(r: GeneralRecurrence, donate: bool = False, declined: bool = False) -> tuple[Tensor, Tensor]:
+    """Compute checked operands by the fastest form; ``declined`` as in ``forms.serve``."""
+    return serve_with_keys(FORMS, r, donate, declined)
 
 
-# The operation that exported programs contain.
-recurrence = operation(
-    "longspan::general_recurrence(Tensor q, Tensor k, Tensor v, Tensor read, Tensor erase, Tensor? log_decay, "
-    "Tensor state, Tensor? mask, Tensor? segments, Tensor? cu_seqlens, float scale, bool early)",
-    _again,
-    inputs=7,
-    like=2,
-)
-
-
-def _token(
+def _operands(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     read: Tensor,
     erase: Tensor,
     log_decay: Tensor | None,
+    state: Tensor | None,
+    mask: Tensor | None,
+    segments: Tensor | None,
+    cu_seqlens: Tensor | None,
     scale: float | None,
     early: bool,
-    state: Tensor,
-    donate: bool,
-) -> tuple[Tensor, Tensor] | None:
-    """Return ``kernels.step`` if the backend is native, else None."""
-    if resolve_backend(GENERAL, SERVED, "native") != "native":
-        return None
-    options: dict[str, Any] = {"log_decay": log_decay, "scale": scale, "early": early, "state": state}
-    found = kernels.step(q, k, v, read=read, erase=erase, **options, donate=donate)
-    if found is not None:
-        log_backend(GENERAL, "native")
-    return found
+) -> GeneralRecurrence:
+    """Return the operands as one value, with the defaults of scale and state."""
+    state = first_state(q, v, cu_seqlens) if state is None else state
+    factor = per_root(q.shape[-1]) if scale is None else scale
+    return GeneralRecurrence(q, k, v, read, erase, log_decay, state, mask, segments, cu_seqlens, factor, early)
 
 
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    read: Tensor,
-    erase: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    *,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    scale: float,
-    early: bool,
-) -> tuple[Tensor, Tensor]:
-    """The definition, token by token, in float32 at least; arguments as in ``recur``; ``early``: read_before_decay."""
-    if not k.shape[1]:
-        return torch.zeros_like(v), state.clone()
-    wide, groups = state.dtype, v.shape[1] // k.shape[1]
-    q, k, v, read, erase, log_decay = zero_masked(mask, q, k, v, read, erase, log_decay)
-    queries, keys, reads, erasures = (t.to(wide).repeat_interleave(groups, 1) for t in (q, k, read, erase))
-    values, out, state = v.to(wide), [], state.clone()
-    for t in range(q.shape[2]):
-        if segments is not None and t > 0:
-            state = state * (segments[:, t] == segments[:, t - 1])[:, None, None, None]
-        after = state
-        if log_decay is not None:
-            alpha = log_decay[:, :, t].to(wide).clamp(min=LOWEST).exp()
-            after = state * (alpha[..., None, None] if alpha.dim() == 2 else alpha[..., None])
-        seen = reads[:, :, t, None, :] @ (state if early else after)  # (B,H,1,E)
-        after = after + keys[:, :, t, :, None] * values[:, :, t, None, :] - erasures[:, :, t, :, None] * seen
-        result = scale * queries[:, :, t, None, :] @ after
-        if mask is not None:
-            real = mask[:, t, None, None, None]
-            after, result = torch.where(real, after, state), result.masked_fill(~real, 0.0)
-        state = after
-        out.append(result)
-    return (torch.cat(out, 2).to(v.dtype) if out else torch.zeros_like(v)), state
-
-
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    read: Tensor,
-    erase: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    *,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    scale: float,
-    early: bool,
-    donate: bool,
-) -> tuple[Tensor, Tensor]:
-    """The recurrence for N = 1, in few passes over the state, which ``donate=True`` overwrites."""
-    wide, groups = state.dtype, v.shape[1] // k.shape[1]
-    # A masked token neither decays nor writes, and reads 0.
-    q, k, v, read, erase, log_decay = zero_masked(mask, q, k, v, read, erase, log_decay)
-    queries, keys, reads, erasures = (t.to(wide).repeat_interleave(groups, 1) for t in (q, k, read, erase))
-    early = early and log_decay is not None
-    seen = reads @ state if early else None
-    if log_decay is not None:
-        alpha = log_decay.to(wide).clamp(min=LOWEST).exp()
-        alpha = alpha.mT if log_decay.dim() == 4 else alpha[..., None]
-        state = state.mul_(alpha) if donate else state * alpha
-        donate = donate or not (torch.is_grad_enabled() or transformed())
-    seen = reads @ state if seen is None else seen
-    left, right = torch.cat([keys, -erasures], 2).mT, torch.cat([v.to(wide), seen], 2)  # (B,H,D,2), (B,H,2,E)
-    state = state.add_(left @ right) if donate else state + left @ right
-    return (queries * scale @ state).to(v.dtype), state
+FORMS = Forms(
+    {
+        "native": Form(general_native.attend, general_native.why_not, general_native.step),
+        "torch": Form(general_chunks.attend, step=general_chunks.step),
+        "reference": Form(general_definition.attend),
+    },
+    exported("general_recurrence", GeneralRecurrence, serve, inputs=7, like=2),
+)
 
 
 def _check(

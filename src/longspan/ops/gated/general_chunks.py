@@ -15,66 +15,91 @@ Then row i equals row i - 1 of the products of rows that are moved up by one, so
 Axes and shapes as in ``chunks``.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operands import double_backward
+from ..custom_ops import contiguous_like, kernel
+from ..operands import transformed, zero_masked
+from ..packed import by_sequence
 from . import chunks, spans
 from .chunks import CHUNK, Span, times
 from .decay_per_channel import before_here, from_here_on
+from .decays import LOWEST
+from .operands import GeneralRecurrence
 from .spans import Place
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    read: Tensor,
-    erase: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    *,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    scale: float,
-    early: bool,
-    chunk: int = CHUNK,
-) -> tuple[Tensor, Tensor]:
-    """``general.recur`` in chunks; ``chunk`` is a power of two, ``early`` is ``read_before_decay``.
+class Chunked(NamedTuple):
+    """Operands as in ``GeneralRecurrence``, of one sequence per row, and the tokens of a chunk."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    read: Tensor
+    erase: Tensor
+    log_decay: Tensor | None
+    state: Tensor
+    mask: Tensor | None
+    segments: Tensor | None
+    scale: float
+    early: bool
+    chunk: int = CHUNK  # a power of two
+
+    def gated(self, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor | None = None) -> chunks.Chunked:
+        """Return operands of the recurrence without the delta rule, on the same tokens."""
+        rest = self.state, self.mask, self.segments, self.scale, self.chunk
+        return chunks.Chunked(q, k, v, log_decay, None, *rest)
+
+    @property
+    def places(self) -> list[Place]:
+        """The spans of the sequence, as for the delta rule."""
+        return self.gated(self.q, self.k, self.v)._replace(beta=self.v).places
+
+
+def attend(r: GeneralRecurrence) -> tuple[Tensor, Tensor]:
+    """``general.serve`` in chunks, in operations of torch.
 
     Time and memory as in ``chunks.attend``, with about twice the products.
     """
-    return _Attend.apply(q, k, v, read, erase, log_decay, state, mask, segments, scale, early, chunk)
+    if not r.v.numel() or not r.q.shape[2]:
+        return torch.zeros_like(r.v), r.state.clone()
+    return by_sequence(composed if transformed() else chunked, r)
 
 
-class _Attend(torch.autograd.Function):
-    """Takes the arguments of ``_forward``."""
+def chunked(r: GeneralRecurrence, *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """``attend`` without ``cu_seqlens``."""
+    return _attend(Chunked(*r[:9], r.scale, r.early, chunk))
 
-    @staticmethod
-    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        # One operation for torch.compile, since tracing its inside gains nothing.
-        run = _forward_op if torch.compiler.is_compiling() else _forward
-        o, end, starts = run(*given)
-        ctx.save_for_backward(*given[:9], starts)
-        ctx.options = given[9:]
-        return o, end
 
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        *inputs, mask, segments, _ = saved = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            scale, early, chunk = ctx.options
-            options: dict[str, Any] = {"mask": mask, "segments": segments, "scale": scale}
-            grads = double_backward(composed, inputs, upstream, **options, early=early, chunk=chunk)
-        else:
-            run: Any = _backward_op if torch.compiler.is_compiling() else _backward
-            found = iter(run(*upstream, *saved, *ctx.options))
-            grads = [None if t is None else next(found) for t in inputs]
-        return (*grads, None, None, None, None, None)
+def composed(r: GeneralRecurrence, *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
+    """``chunked`` from operations with derivatives of any order."""
+    return _composed(Chunked(*r[:9], r.scale, r.early, chunk))
+
+
+def step(r: GeneralRecurrence, donate: bool) -> tuple[Tensor, Tensor]:
+    """``general.serve`` for N = 1, in few passes over the state, which ``donate`` overwrites."""
+    q, k, v, read, erase, log_decay, state, mask, _, _, scale, early = r
+    wide, groups = state.dtype, v.shape[1] // k.shape[1]
+    # A masked token neither decays nor writes, and reads 0.
+    q, k, v, read, erase, log_decay = zero_masked(mask, q, k, v, read, erase, log_decay)
+    queries, keys, reads, erasures = (t.to(wide).repeat_interleave(groups, 1) for t in (q, k, read, erase))
+    early = early and log_decay is not None
+    seen = reads @ state if early else None
+    if log_decay is not None:
+        alpha = log_decay.to(wide).clamp(min=LOWEST).exp()
+        alpha = alpha.mT if log_decay.dim() == 4 else alpha[..., None]
+        state = state.mul_(alpha) if donate else state * alpha
+        donate = donate or not (torch.is_grad_enabled() or transformed())
+    seen = reads @ state if seen is None else seen
+    left, right = torch.cat([keys, -erasures], 2).mT, torch.cat([v.to(wide), seen], 2)  # (B,H,D,2), (B,H,2,E)
+    state = state.add_(left @ right) if donate else state + left @ right
+    return (queries * scale @ state).to(v.dtype), state
 
 
 @dataclass
@@ -114,22 +139,11 @@ def _down(x: Tensor, first: float = 0.0) -> Tensor:
     return F.pad(x[..., :-1, :], (0, 0, 1, 0), value=first)
 
 
-Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor | None]
-
-
-def _spans_of(
-    place: Place,
-    inputs: Inputs,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    wide: torch.dtype,
-    early: bool,
-) -> tuple[Span, Reads]:
+def _spans_of(r: Chunked, place: Place) -> tuple[Span, Reads]:
     """Return the span at ``place`` of q, k, v, read, erase and log_decay."""
-    q, k, v, read, erase, log_decay = inputs
-    span = chunks._span(place, (q, k, v, log_decay, None), mask, segments, wide, chunks._form(q, False))
-    pair = chunks._span(place, (read, erase, v[..., :0], None, None), mask, segments, wide, chunks._form(q, False))
-    early = early and log_decay is not None
+    span = chunks._span(r.gated(r.q, r.k, r.v, r.log_decay), place)
+    pair = chunks._span(r.gated(r.read, r.erase, r.v[..., :0]), place)
+    early = r.early and r.log_decay is not None
     entering = span.entering
     if early and entering is not None:
         entering = times(_down(entering, 1.0), pair.entering)
@@ -233,104 +247,47 @@ def _retreat(
     return [dq, dk, dv, dread, derase, ddecay], after
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    read: Tensor,
-    erase: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    scale: float,
-    early: bool,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(r: Chunked, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), the state before each span but the first."""
-    places, inputs = chunks._chunk_spans(q, v, v, chunk), (q, k, v, read, erase, log_decay)
-
-    def advance(place: Place, before: Tensor) -> tuple[Tensor, Tensor]:
-        return _advance(*_spans_of(place, inputs, mask, segments, state.dtype, early), before, scale)
-
-    with torch.autocast(q.device.type, enabled=False):
-        o, end, starts = spans.forward(advance, places, v, state, k.shape[1])
-    spans.clear_masked(mask, o)
+    with torch.autocast(r.q.device.type, enabled=False):
+        o, end, starts = spans.forward(partial(_advanced, r), r)
+    spans.clear_masked(r.mask, o)
     return o, end, starts
 
 
+def _advanced(r: Chunked, place: Place, before: Tensor) -> tuple[Tensor, Tensor]:
+    return _advance(*_spans_of(r, place), before, r.scale)
+
+
 def _backward(
-    grad: Tensor,
-    grad_end: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    read: Tensor,
-    erase: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    starts: Tensor,
-    scale: float,
-    early: bool,
-    chunk: int,
-) -> list[Tensor]:
-    """Return the gradients of q, k, v, read and erase, of log_decay if given, and of the first state."""
-    places, wide, form = chunks._chunk_spans(q, v, v, chunk), state.dtype, chunks._form(q, False)
-    inputs = (q, k, v, read, erase, log_decay)
-    grads = [None if t is None else torch.empty_like(t) for t in inputs]
+    r: Chunked, above: Sequence[Tensor], kept: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    (grad, grad_end), (starts,) = above, kept
+    upstream = r.gated(r.q, r.k, grad)._replace(segments=None)
 
     def retreat(place: Place, start: Tensor, after: Tensor) -> tuple[list[Tensor | None], Tensor]:
-        span, reads = _spans_of(place, inputs, mask, segments, wide, early)
-        upstream = chunks._span(place, (q, k, grad, None, None), mask, None, wide, form).v * scale
-        return _retreat(span, reads, start, upstream, after, decays=log_decay is not None)
+        scaled = chunks._span(upstream, place).v * r.scale
+        return _retreat(*_spans_of(r, place), start, scaled, after, decays=r.log_decay is not None)
 
-    with torch.autocast(q.device.type, enabled=False):
-        first = spans.backward(retreat, places, grads, state, starts, grad_end, k.shape[1])
-    found = [t for t in grads if t is not None]
-    spans.clear_masked(mask, *found)
-    return [*found, first]
+    return spans.backward(retreat, r, r[:6], starts, grad_end)
 
 
-def composed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    read: Tensor,
-    erase: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    *,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    scale: float,
-    early: bool,
-    chunk: int = CHUNK,
-) -> tuple[Tensor, Tensor]:
-    """The forward pass from operations with derivatives of any order."""
-    places, inputs = chunks._chunk_spans(q, v, v, chunk), (q, k, v, read, erase, log_decay)
-
-    def advance(place: Place, before: Tensor) -> tuple[Tensor, Tensor]:
-        return _advance(*_spans_of(place, inputs, mask, segments, state.dtype, early), before, scale)
-
-    with torch.autocast(q.device.type, enabled=False):
-        return spans.composed(advance, places, v, state, k.shape[1], mask)
+def _composed(r: Chunked) -> tuple[Tensor, Tensor]:
+    with torch.autocast(r.q.device.type, enabled=False):
+        return spans.composed(partial(_advanced, r), r)
 
 
-_forward_op = torch.library.custom_op("longspan::general_chunks_forward", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("longspan::general_chunks_backward", _backward, mutates_args=())
+def _shapes(r: Chunked, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(r.v), contiguous_like(r.state), r.state.new_empty(len(r.places) - 1, *r.state.shape)
 
 
-@_forward_op.register_fake
-def _(*given: Any) -> tuple[Tensor, Tensor, Tensor]:
-    q, _, v, _, _, _, state, *_, chunk = given
-    starts = state.new_empty(len(chunks._chunk_spans(q, v, v, chunk)) - 1, *state.shape)
-    return torch.empty_like(v), torch.empty_like(state, memory_format=torch.contiguous_format), starts
-
-
-@_backward_op.register_fake
-def _(*given: Any) -> list[Tensor]:
-    _, _, *inputs, state = given[:9]
-    found = [torch.empty_like(t) for t in inputs if t is not None]
-    return [*found, torch.empty_like(state, memory_format=torch.contiguous_format)]
+_attend = kernel(
+    "general_chunks",
+    Chunked,
+    _forward,
+    _backward,
+    shapes=_shapes,
+    again=_composed,
+    inputs=7,
+    kept=1,
+)

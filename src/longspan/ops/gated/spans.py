@@ -4,6 +4,7 @@ Axes and shapes as in ``chunks``. A place is the first token of a span, its chun
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,13 @@ Advance = Callable[[Place, Tensor], tuple[Tensor, Tensor]]
 Retreat = Callable[[Place, Tensor, Tensor], tuple[Sequence[Tensor | None], Tensor]]
 
 
-def forward(
-    advance: Advance, places: list[Place], v: Tensor, state: Tensor, groups: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return o (B,H,N,E), the last state (B,H,D,E), and the state before each span but the first."""
-    o, starts = torch.empty_like(v), state.new_empty(len(places) - 1, *state.shape)
-    end = state.unflatten(1, (groups, -1))
+def forward(advance: Advance, r: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return o (B,H,N,E), the last state, and the state before each span but the first.
+
+    ``r`` has v, k, the first state and the places of the spans.
+    """
+    places, end = r.places, r.state.unflatten(1, (r.k.shape[1], -1))
+    o, starts = torch.empty_like(r.v), r.state.new_empty(len(places) - 1, *r.state.shape)
     for i, place in enumerate(places):
         if i > 0:
             starts[i - 1] = end.flatten(1, 2)
@@ -30,39 +32,34 @@ def forward(
     return o, end.flatten(1, 2).contiguous(), starts
 
 
-def composed(
-    advance: Advance, places: list[Place], v: Tensor, state: Tensor, groups: int, mask: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def composed(advance: Advance, r: Any) -> tuple[Tensor, Tensor]:
     """Return o, 0 at masked tokens, and the last state by operations with derivatives of any order."""
-    end, found = state.unflatten(1, (groups, -1)), []
-    for place in places:
+    end, found = r.state.unflatten(1, (r.k.shape[1], -1)), []
+    for place in r.places:
         out, end = advance(place, end)
         found.append(_tokens(out, place))
-    o = torch.cat(found, 2).to(v.dtype)
-    return o if mask is None else o.masked_fill(~mask[:, None, :, None], 0.0), end.flatten(1, 2)
+    o = torch.cat(found, 2).to(r.v.dtype)
+    return o if r.mask is None else o.masked_fill(~r.mask[:, None, :, None], 0.0), end.flatten(1, 2)
 
 
 def backward(
-    retreat: Retreat,
-    places: list[Place],
-    grads: Sequence[Tensor | None],
-    state: Tensor,
-    starts: Tensor,
-    grad_end: Tensor,
-    groups: int,
-) -> Tensor:
-    """Write the gradients of the operands to ``grads``; return that of the first state.
+    retreat: Retreat, r: Any, inputs: Sequence[Tensor | None], starts: Tensor, grad_end: Tensor
+) -> list[Tensor | None]:
+    """Return the gradients of ``inputs`` (B,H,N,.) and of the first state.
 
-    ``state`` is the first one, ``starts`` those that ``forward`` returns, ``grad_end`` the gradient of the last one.
+    ``starts`` are the states that ``forward`` returns, ``grad_end`` is the gradient of the last one.
     """
-    after = grad_end.unflatten(1, (groups, -1))
-    for i in reversed(range(len(places))):
-        start = (starts[i - 1] if i > 0 else state).unflatten(1, (groups, -1))
-        parts, after = retreat(places[i], start, after)
-        for into, part in zip(grads, parts, strict=True):
-            if into is not None and part is not None:
-                _store(into if into.dim() == 4 else into[..., None], part, places[i])
-    return after.flatten(1, 2).contiguous()
+    grads = [None if t is None else torch.empty_like(t) for t in inputs]
+    groups, after = r.k.shape[1], grad_end.unflatten(1, (r.k.shape[1], -1))
+    firsts = [r.state, *starts]
+    with torch.autocast(r.q.device.type, enabled=False):
+        for place, first in reversed([*zip(r.places, firsts, strict=True)]):
+            parts, after = retreat(place, first.unflatten(1, (groups, -1)), after)
+            for into, part in zip(grads, parts, strict=True):
+                if into is not None and part is not None:
+                    _store(into if into.dim() == 4 else into[..., None], part, place)
+    clear_masked(r.mask, *(t for t in grads if t is not None))
+    return [*grads, after.flatten(1, 2).contiguous()]
 
 
 def clear_masked(mask: Tensor | None, *tensors: Tensor) -> None:

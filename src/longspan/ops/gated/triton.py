@@ -1,219 +1,111 @@
 """Decay attention and the delta rule in Triton: sequences, forward and backward, and one token."""
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import triton
 from ..backends import forced_backend
-from ..operands import double_backward, mark_overwritten, stored, transformed
+from ..custom_ops import contiguous_like, kernel
+from ..operands import mark_overwritten, stored, transformed
 from . import chunks
-from .chunks import CHUNK, composed
-from .prepared import prepared
+from .chunks import composed
+from .operands import Recurrence, prepared, step_sizes
 
-LARGEST = 1024  # channels of a head in a step, as in the C++ kernels
+SPAN = 256  # as in the kernels
 
 
-def why_not(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> str:
+def why_not(r: Recurrence) -> str:
     """Return why the kernels cannot serve these operands; empty if they can."""
-    return triton.why_not(q, k, v, state, log_decay, beta, mask, segments, cu_seqlens)
+    return triton.why_not(r.q, r.k, r.v, r.state, *r[3:5], *r[6:9])
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    scale: float,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    state: Tensor,
-    normalize: bool = False,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """``gated.recur`` in Triton: q, k (B,G,N,D), v (B,H,N,E), of any strides, float32, bfloat16 or float16.
+def attend(r: Recurrence) -> tuple[Tensor, Tensor]:
+    """``gated.serve`` in Triton, for float32, bfloat16 or float16 of any strides.
 
     -> o (B,H,N,E) with dtype and strides of v, state (B,H,D,E) float32. All sums are in float32. Time is
     O(N (D E + 64 (D + E))). Beyond inputs, output and gradients, memory is that of one state per head and 256 tokens;
     the gradient of decays takes one more per 64 tokens. Two runs give the same bits. Only for operands for which
     ``why_not`` is empty.
     """
-    if beta is not None or (log_decay is not None and log_decay.dim() == 4):
+    if r.beta is not None or (r.log_decay is not None and r.log_decay.dim() == 4):
         # Batched products inside chunks, and one kernel from chunk to chunk.
-        options: dict[str, Any] = {"scale": scale, "mask": mask, "segments": segments, "state": state}
-        options |= {"log_decay": log_decay, "beta": beta, "normalize": normalize, "cu_seqlens": cu_seqlens}
-        return prepared(partial(chunks.attend, kernels=True), q, k, v, **options)
-    offsets = None if cu_seqlens is None else cu_seqlens.long()
-    return _Attend.apply(q, k, v, log_decay, state, mask, segments, offsets, scale, normalize)
+        return prepared(partial(chunks.chunked, kernels=True), r)
+    return _attend(r if r.cu_seqlens is None else r._replace(cu_seqlens=r.cu_seqlens.long()))
 
 
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor | None,
-        state: Tensor,
-        mask: Tensor | None,
-        segments: Tensor | None,
-        offsets: Tensor | None,
-        scale: float,
-        normalize: bool,
-    ) -> tuple[Tensor, Tensor]:
-        run = _forward_op if torch.compiler.is_compiling() else _forward
-        o, end, starts, wholes = run(q, k, v, log_decay, state, mask, segments, offsets, scale, normalize)
-        ctx.save_for_backward(q, k, v, log_decay, state, mask, segments, offsets, starts, wholes)
-        ctx.options = scale, normalize
-        return o, end
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        grad, grad_end = upstream
-        q, k, v, log_decay, state, mask, segments, offsets, starts, wholes = ctx.saved_tensors
-        scale, normalize = ctx.options
-        decays = ctx.needs_input_grad[3]
-        if torch.is_grad_enabled():
-            options: dict[str, Any] = {"mask": mask, "segments": segments, "scale": scale, "chunk": CHUNK}
-            form = partial(prepared, composed, normalize=normalize, cu_seqlens=offsets)
-            inputs = (q, k, v, log_decay, None, state)
-            dq, dk, dv, ddecay, _, first = double_backward(form, inputs, (grad, grad_end), **options)
-        else:
-            run = _backward_op if torch.compiler.is_compiling() else _backward
-            given = (q, k, v, log_decay, mask, segments, offsets, starts, wholes, scale, normalize)
-            dq, dk, dv, first, *rest = run(grad, grad_end, *given, decays)
-            ddecay = rest[0] if decays else None
-        return dq, dk, dv, ddecay, first, None, None, None, None, None
-
-
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-    scale: float,
-    normalize: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward(r: Recurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), and for the backward pass the states before and shares of all spans."""
     from ..triton import decay
 
-    with torch.cuda.device_of(q):
-        return decay.forward(state, q, k, v, log_decay, mask, segments, offsets, scale, normalize)
+    with torch.cuda.device_of(r.q):
+        return decay.forward(r.state, r.q, r.k, r.v, r.log_decay, *r[6:])
 
 
 def _backward(
-    grad: Tensor,
-    grad_end: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-    starts: Tensor,
-    wholes: Tensor,
-    scale: float,
-    normalize: bool,
-    decays: bool,
-) -> list[Tensor]:
-    """Return the gradients of q, k, v, of the first state, and with ``decays`` of log_decay."""
+    r: Recurrence, grads: Sequence[Tensor], kept: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
     from ..triton import decay
 
-    with torch.cuda.device_of(q):
-        given = (q, k, v, log_decay, mask, segments, offsets, scale, normalize)
-        dq, dk, dv, ddecay, first = decay.backward(grad, grad_end, starts, wholes, decays, *given)
-    return [t for t in (dq, dk, dv, first, ddecay) if t is not None]
+    with torch.cuda.device_of(r.q):
+        dq, dk, dv, ddecay, first = decay.backward(*grads, *kept, needed[3], r.q, r.k, r.v, r.log_decay, *r[6:])
+    return [dq, dk, dv, ddecay, None, first]
 
 
-_forward_op = torch.library.custom_op("longspan::triton_decay_forward", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("longspan::triton_decay_backward", _backward, mutates_args=())
-
-
-@_forward_op.register_fake
-def _(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    q, _, v, _, state, _, _, offsets, _, _ = given
-    batch, heads, n, values = v.shape
+def _shapes(r: Recurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    batch, heads, n, values = r.v.shape
     span = min(SPAN, max(64, 1 << (n - 1).bit_length()))
-    spans = -(-n // span) if offsets is None else n // span + len(offsets) - 1
-    starts = state.new_empty(batch * heads, spans, q.shape[-1], values)
-    end = torch.empty_like(state, memory_format=torch.contiguous_format)
-    return torch.empty_like(v), end, starts, state.new_empty(batch * heads, spans)
+    spans = -(-n // span) if r.cu_seqlens is None else n // span + len(r.cu_seqlens) - 1
+    starts = r.state.new_empty(batch * heads, spans, r.q.shape[-1], values)
+    return torch.empty_like(r.v), contiguous_like(r.state), starts, r.state.new_empty(batch * heads, spans)
 
 
-@_backward_op.register_fake
-def _(*given: Any) -> list[Tensor]:
-    _, grad_end, q, k, v, log_decay, *_, normalize, decays = given
+def _gradient_shapes(r: Recurrence) -> list[Tensor | None]:
     # Gradients that are summed over value heads, or scaled afterwards, are contiguous.
-    shared = v.shape[1] > q.shape[1] or normalize
-    found = [t.new_empty(t.shape) if shared else torch.empty_like(t) for t in (q, k)]
-    found += [torch.empty_like(v), torch.empty_like(grad_end, memory_format=torch.contiguous_format)]
-    return [*found, log_decay.new_empty(log_decay.shape)] if decays and log_decay is not None else found
+    shared = r.v.shape[1] > r.q.shape[1] or r.normalize
+    dq, dk = (t.new_empty(t.shape) if shared else torch.empty_like(t) for t in (r.q, r.k))
+    ddecay = None if r.log_decay is None else r.log_decay.new_empty(r.log_decay.shape)
+    return [dq, dk, torch.empty_like(r.v), ddecay, None, contiguous_like(r.state)]
 
 
-SPAN = 256  # as in the kernels
+_attend = kernel(
+    "triton_decay",
+    Recurrence,
+    _forward,
+    _backward,
+    shapes=_shapes,
+    gradient_shapes=_gradient_shapes,
+    again=partial(prepared, composed),
+    inputs=6,
+    kept=2,
+)
 
 
-def step(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    scale: float | None,
-    state: Tensor,
-    donate: bool,
-    normalize: bool = False,
-) -> tuple[Tensor, Tensor] | None:
-    """One token of ``gated.recur`` in one launch and one pass over ``state`` (B,H,D,E), in place with ``donate``.
+def step(r: Recurrence, donate: bool) -> tuple[Tensor, Tensor] | None:
+    """One token of ``gated.serve`` in one launch and one pass over the state (B,H,D,E), in place with ``donate``.
 
     q, k (B,G,1,D), v (B,H,1,E), in float32, bfloat16 or float16, log_decay (B,H,1) or (B,H,1,D), beta (B,H,1), state
     float32, all of any strides -> o (B,H,1,E) in v's dtype, state. Returns None for other operands. It runs once per
     token and layer, so it is written for speed.
     """
-    if v.dtype not in triton.TYPES or not q.dtype == k.dtype == v.dtype or not q.dim() == v.dim() == 4:
+    q, k, v, log_decay, beta, state, _, _, _, scale, normalize = r
+    if v.dtype not in triton.TYPES or not q.dtype == k.dtype == v.dtype or (found := step_sizes(r)) is None:
         return None
     if state.dtype is not torch.float32 or not _readable(q, k, v, log_decay, beta, state) or not stored(state):
         return None
-    batch, groups, tokens, keys = shape = q.shape
-    _, heads, _, values = v.shape
-    if k.shape != shape or v.shape != (batch, heads, 1, values) or state.shape != (batch, heads, keys, values):
+    if log_decay is not None and not log_decay.is_floating_point():
         return None
-    if tokens != 1 or not batch * groups or heads % groups or not (0 < keys <= LARGEST and 0 < values <= LARGEST):
-        return None
-    token = (batch, heads, 1)
-    if log_decay is not None and (log_decay.shape not in (token, (*token, keys)) or not log_decay.is_floating_point()):
-        return None
-    if beta is not None and (beta.shape != token or not beta.is_floating_point()):
+    if beta is not None and (beta.shape != (found[0], found[2], 1) or not beta.is_floating_point()):
         return None
     from ..triton import gated_step
 
-    factor = keys**-0.5 if scale is None else float(scale)
     with torch.cuda.device_of(q):
-        found = gated_step.step(q, k, v, log_decay, beta, state, factor, donate, normalize)
+        after = gated_step.step(q, k, v, log_decay, beta, state, scale, donate, normalize)
     if donate:
         mark_overwritten(state)
-    return found
+    return after
 
 
 def _readable(*tensors: Tensor | None) -> bool:

@@ -2,20 +2,16 @@
 
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor
 
 from ..arguments import check_mask, check_segments, check_state, describe
-from ..backends import choose_backend, log_backend, resolve_backend
-from ..exported import operation
-from ..operands import check_donation, check_stored, materialize_neg, same_device
-from ..packed import by_sequence, check_packed
+from ..custom_ops import exported
+from ..forms import Form, Forms, serve
+from ..operands import check_donation, check_stored, same_device
+from ..packed import check_packed
 from ..tensors import upcast_half
-from . import diagonal_forms, selective_forms
-from . import native as kernels
-
-DIAGONAL, SELECTIVE = "the diagonal scan", "the selective scan"
-SERVED = ("reference", "torch", "native")
+from . import diagonal_forms, native, selective_forms
+from .operands import Diagonal, Selective
 
 
 @overload
@@ -118,28 +114,8 @@ def diagonal(
     donate: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``diagonal_scan`` without checks, by the fastest form. Raises ValueError if a forced backend cannot serve it."""
-    if state is None:
-        state = _zeros(x, cu_seqlens)
-    if torch.compiler.is_exporting():
-        return _exported_diagonal(x, log_decay, state, mask, segments, cu_seqlens)
-    token = mask is None and cu_seqlens is None and x.shape[1] == 1
-    if token and resolve_backend(DIAGONAL, SERVED, "native") == "native":
-        found = kernels.diagonal_step(x, log_decay, state, donate=donate)
-        if found is not None:
-            log_backend(DIAGONAL, "native")
-            return found
-    x, log_decay, state = materialize_neg(x, log_decay, state)
-    options: dict[str, Any] = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
-    assert state is not None
-    reason = kernels.why_not((x, log_decay), (), state, mask, segments, cu_seqlens)
-    match choose_backend(DIAGONAL, SERVED, {"native": reason}):
-        case "native":
-            return kernels.diagonal(x, log_decay, state, **options)
-        case "reference":
-            form = diagonal_forms.reference
-        case _:
-            form = diagonal_forms.attend
-    return by_sequence(form, (x, log_decay), state, along=1, like=0, **options)
+    state = _zeros(x, cu_seqlens) if state is None else state
+    return serve(DIAGONAL, Diagonal(x, log_decay, state, mask, segments, cu_seqlens), donate)
 
 
 @overload
@@ -277,59 +253,27 @@ def selective(
     donate: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """``selective_scan`` without checks, by the fastest form. Raises ValueError if a forced backend cannot serve it."""
-    if state is None:
-        state = _zeros(x, cu_seqlens, A.shape[1])
-    if torch.compiler.is_exporting():
-        return _exported_selective(x, dt, A, B, C, D, z, dt_bias, state, mask, segments, cu_seqlens, softplus)
-    token = mask is None and cu_seqlens is None and x.shape[1] == 1
-    if token and resolve_backend(SELECTIVE, SERVED, "native") == "native":
-        found = kernels.selective_step(x, dt, A, B, C, D, z, dt_bias, state, softplus=softplus, donate=donate)
-        if found is not None:
-            log_backend(SELECTIVE, "native")
-            return found
-    given = materialize_neg(x, dt, A, B, C, D, z, dt_bias, state)
-    tokens, (rates, skip, bias), state = [given[i] for i in (0, 1, 3, 4, 6)], [given[i] for i in (2, 5, 7)], given[8]
-    assert state is not None
-    options: dict[str, Any] = {"softplus": softplus, "mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
-    reason = kernels.why_not(tokens, (rates, skip, bias), state, mask, segments, cu_seqlens)
-    if not reason and A.shape[1] > kernels.MOST:
-        reason = f"they take at most {kernels.MOST} states of a channel"
-    match choose_backend(SELECTIVE, SERVED, {"native": reason}):
-        case "native":
-            return kernels.selective(*given, **options)
-        case "reference":
-            form = selective_forms.reference
-        case _:
-            form = selective_forms.attend
-    return by_sequence(form, tokens, state, along=1, like=0, A=rates, D=skip, dt_bias=bias, **options)
+    state = _zeros(x, cu_seqlens, A.shape[1]) if state is None else state
+    return serve(
+        SELECTIVE, Selective(x, dt, A, B, C, D, z, dt_bias, state, mask, segments, cu_seqlens, softplus), donate
+    )
 
 
-def _diagonal_again(
-    x: Tensor, g: Tensor, state: Tensor, mask: Tensor | None, segments: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return diagonal(x, g, mask=mask, segments=segments, cu_seqlens=cu_seqlens, state=state)
-
-
-def _selective_again(*given: Any) -> tuple[Tensor, Tensor]:
-    x, dt, A, B, C, D, z, dt_bias, state, mask, segments, cu_seqlens, softplus = given
-    options: dict[str, Any] = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
-    return selective(x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, softplus=softplus, state=state, **options)
-
-
-# The operations that exported programs contain.
-_exported_diagonal = operation(
-    "longspan::diagonal_scan(Tensor x, Tensor log_decay, Tensor state, Tensor? mask, Tensor? segments, "
-    "Tensor? cu_seqlens)",
-    _diagonal_again,
-    inputs=3,
-    like=0,
+DIAGONAL = Forms(
+    {
+        "native": Form(native.diagonal, native.why_not, native.diagonal_step),
+        "torch": Form(diagonal_forms.attend),
+        "reference": Form(diagonal_forms.reference),
+    },
+    exported("diagonal_scan", Diagonal, lambda r: serve(DIAGONAL, r), inputs=3, like=0),
 )
-_exported_selective = operation(
-    "longspan::selective_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
-    "Tensor? dt_bias, Tensor state, Tensor? mask, Tensor? segments, Tensor? cu_seqlens, bool softplus)",
-    _selective_again,
-    inputs=9,
-    like=0,
+SELECTIVE = Forms(
+    {
+        "native": Form(native.selective, native.why_not, native.selective_step),
+        "torch": Form(selective_forms.attend),
+        "reference": Form(selective_forms.reference),
+    },
+    exported("selective_scan", Selective, lambda r: serve(SELECTIVE, r), inputs=9, like=0),
 )
 
 

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..operands import transformed
+from ..packed import by_sequence
+from .operands import Diagonal
 
 CHUNK = 64  # tokens that are combined in log2(64) steps; the state then passes to the next ones
 
@@ -19,8 +21,13 @@ def borders(segments: Tensor | None, like: Tensor) -> Tensor:
     return F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))[:, :n, None]
 
 
-def reference(x: Tensor, g: Tensor, state: Tensor, *, mask: Tensor | None, segments: Tensor | None) -> Any:
-    """The definition, token by token, in the dtype of ``state``; arguments as in ``diagonal``."""
+def reference(r: Diagonal) -> tuple[Tensor, Tensor]:
+    """The definition, token by token, in the dtype of the state."""
+    return by_sequence(_loop, r)
+
+
+def _loop(r: Diagonal) -> tuple[Tensor, Tensor]:
+    x, g, state, mask, segments, _ = r
     out, clear, wide = [], borders(segments, x), state.dtype
     state = state.clone()
     if mask is not None:
@@ -37,8 +44,13 @@ def reference(x: Tensor, g: Tensor, state: Tensor, *, mask: Tensor | None, segme
     return (y if mask is None else y.masked_fill(~mask[..., None], 0.0)).to(x.dtype), state
 
 
-def attend(x: Tensor, g: Tensor, state: Tensor, *, mask: Tensor | None, segments: Tensor | None) -> Any:
-    """The same in chunks; arguments as in ``diagonal``. Memory is O(N C), and so is that of the backward pass."""
+def attend(r: Diagonal) -> tuple[Tensor, Tensor]:
+    """The same in chunks. Memory is O(N C), and so is that of the backward pass."""
+    return by_sequence(_attend, r)
+
+
+def _attend(r: Diagonal) -> tuple[Tensor, Tensor]:
+    x, g, state, mask, segments, _ = r
     dtype, x, g = x.dtype, x.to(state.dtype), g.to(state.dtype)
     if not x.numel():
         return x.to(dtype, copy=True), state.clone()

@@ -8,49 +8,32 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..operands import transformed
+from ..packed import by_sequence
 from .diagonal_forms import CHUNK, borders, scan
+from .operands import Selective
 
 
-def prepared(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    softplus: bool,
-    mask: Tensor | None,
-    wide: torch.dtype,
-) -> list[Any]:
-    """Return x, step sizes, B, C and z in the dtype ``wide``, zero at masked tokens: these change no state."""
+def _prepared(r: Selective) -> list[Any]:
+    """Return x, step sizes, B, C and z in the dtype of the state, zero at masked tokens: these change no state."""
+    wide, dt, mask, dt_bias = r.state.dtype, r.dt, r.mask, r.dt_bias
     dt = dt.to(wide) if dt_bias is None else dt.to(wide) + dt_bias.to(wide)
     away = None if mask is None else ~mask[..., None]
     if away is not None:
         dt = dt.masked_fill(away, 0.0)
-    dt = F.softplus(dt) if softplus else dt
-    found = [None if t is None else t.to(wide) for t in (x, dt, B, C, z)]
+    dt = F.softplus(dt) if r.softplus else dt
+    found = [None if t is None else t.to(wide) for t in (r.x, dt, r.B, r.C, r.z)]
     return found if away is None else [None if t is None else t.masked_fill(away, 0.0) for t in found]
 
 
-def reference(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    z: Tensor | None,
-    state: Tensor,
-    *,
-    A: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    softplus: bool,
-    mask: Tensor | None,
-    segments: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The definition, token by token, in the dtype of ``state``; arguments as in ``selective``."""
-    dtype, wide, clear = x.dtype, state.dtype, borders(segments, x)
-    x, dt, b, c, z = prepared(x, dt, B, C, z, dt_bias, softplus, mask, wide)
-    state, out, rates = state.clone(), [], A.to(wide)
+def reference(r: Selective) -> tuple[Tensor, Tensor]:
+    """The definition, token by token, in the dtype of the state."""
+    return by_sequence(_loop, r)
+
+
+def _loop(r: Selective) -> tuple[Tensor, Tensor]:
+    state, mask, D, wide, clear = r.state, r.mask, r.D, r.state.dtype, borders(r.segments, r.x)
+    x, dt, b, c, z = _prepared(r)
+    state, out, rates = state.clone(), [], r.A.to(wide)
     for t in range(x.shape[1]):
         state = torch.where(clear[:, t, :, None], 0.0, state)
         step = dt[:, t, :, None]  # (B,channels,1)
@@ -59,41 +42,23 @@ def reference(
         out.append(y if D is None else y + D.to(wide) * x[:, t])
     y = torch.stack(out, 1) if out else torch.zeros_like(x)
     y = y if z is None else y * F.silu(z)
-    return (y if mask is None else y.masked_fill(~mask[..., None], 0.0)).to(dtype), state
+    return (y if mask is None else y.masked_fill(~mask[..., None], 0.0)).to(r.x.dtype), state
 
 
-def attend(
-    x: Tensor,
-    dt: Tensor,
-    B: Tensor,
-    C: Tensor,
-    z: Tensor | None,
-    state: Tensor,
-    *,
-    A: Tensor,
-    D: Tensor | None,
-    dt_bias: Tensor | None,
-    softplus: bool,
-    mask: Tensor | None,
-    segments: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """The same, a chunk of tokens at a time; arguments as in ``selective``.
+def attend(r: Selective) -> tuple[Tensor, Tensor]:
+    """The same, a chunk of tokens at a time.
 
     The backward pass computes each chunk again, so memory beyond inputs and outputs is that of the states of one chunk.
     """
-    dtype, wide, clear = x.dtype, state.dtype, borders(segments, x)
-    if not x.numel() or not A.numel():
-        options: dict[str, Any] = {
-            "A": A,
-            "D": D,
-            "dt_bias": dt_bias,
-            "softplus": softplus,
-            "mask": mask,
-            "segments": segments,
-        }
-        return reference(x, dt, B, C, z, state, **options)
-    x, dt, b, c, z = prepared(x, dt, B, C, z, dt_bias, softplus, mask, wide)
-    rates, out = A.to(wide), []
+    return by_sequence(_attend, r)
+
+
+def _attend(r: Selective) -> tuple[Tensor, Tensor]:
+    if not r.x.numel() or not r.A.numel():
+        return _loop(r)
+    state, mask, D, wide, clear = r.state, r.mask, r.D, r.state.dtype, borders(r.segments, r.x)
+    x, dt, b, c, z = _prepared(r)
+    rates, out = r.A.to(wide), []
     keeps = torch.is_grad_enabled() and not transformed()
     for start in range(0, x.shape[1], CHUNK):
         given: list[Any] = [t[:, start : start + CHUNK] for t in (x, dt, b, c, clear)] + [rates, state]
@@ -106,7 +71,7 @@ def attend(
     y = torch.cat(out, 1)
     y = y if D is None else y + D.to(wide) * x
     y = y if z is None else y * F.silu(z)
-    return (y if mask is None else y.masked_fill(~mask[..., None], 0.0)).to(dtype), state
+    return (y if mask is None else y.masked_fill(~mask[..., None], 0.0)).to(r.x.dtype), state
 
 
 def _chunk(

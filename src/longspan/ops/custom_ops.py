@@ -1,0 +1,188 @@
+"""Kernels as operations of torch: autograd, compiled graphs, exported programs and second derivatives, in one place.
+
+The operands of a family are a NamedTuple: first tensors that may have gradients, then other tensors, then numbers.
+Its annotations are the schema of the operations that are registered here.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, get_type_hints
+
+import torch
+from torch import Tensor
+
+from .operands import double_backward
+
+R = TypeVar("R", bound=tuple[Any, ...])
+
+TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", int: "int"}
+
+
+def _fields(operands: type[tuple[Any, ...]]) -> tuple[str, int]:
+    """Return the fields of a NamedTuple in the notation of a schema, and how many of them are tensors."""
+    hints = get_type_hints(operands)
+    kinds = [TYPES[hint] for hint in hints.values()]
+    return ", ".join(f"{kind} {name}" for kind, name in zip(kinds, hints, strict=True)), sum("T" in k for k in kinds)
+
+
+def _operation(name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
+    made: Any = torch.library.custom_op(f"longspan::{name}", run, mutates_args=(), schema=schema)
+    made.register_fake(shapes)
+    return made
+
+
+def contiguous_like(like: Tensor) -> Tensor:
+    """Allocate a contiguous tensor of the same shape."""
+    return torch.empty_like(like, memory_format=torch.contiguous_format)
+
+
+def kernel(
+    name: str,
+    operands: type[R],
+    forward: Callable[[R, bool], tuple[Tensor, ...]],
+    backward: Callable[[R, Sequence[Tensor], Sequence[Tensor], Sequence[bool]], Sequence[Tensor | None]],
+    *,
+    shapes: Callable[[R, bool], tuple[Tensor, ...]],
+    again: Callable[[R], tuple[Tensor, ...]],
+    inputs: int,
+    kept: int,
+    outputs: int = 2,
+    gradient_shapes: Callable[[R], Sequence[Tensor | None]] | None = None,
+) -> Callable[[R], Any]:
+    """Return ``forward`` as a differentiable function, one operation each way in the graphs of torch.compile.
+
+    Args:
+        name: Names the operations, ``longspan::NAME_forward`` and ``longspan::NAME_backward``.
+        operands: The NamedTuple that the function takes.
+        forward: Returns the outputs and what the backward pass needs; the flag is False if there will be none.
+        backward: Takes the operands, the gradients of the outputs, what ``forward`` kept, and which of the first
+            ``inputs`` operands need a gradient. Returns the gradients of these, None where there is none.
+        shapes: Like ``forward``, but allocates only.
+        again: The outputs by operations of torch, for derivatives of higher order.
+        inputs: How many operands may have gradients. They come first; the last of them is the state, if there is one.
+        kept: How many tensors ``forward`` returns after the outputs.
+        outputs: How many outputs there are.
+        gradient_shapes: Allocates the gradients of all inputs; None for tensors like the inputs, with a contiguous one
+            for the last.
+
+    Returns:
+        A function of the operands. It returns the outputs.
+    """
+    fields, tensors = _fields(operands)
+
+    def forward_flat(*given: Any) -> tuple[Tensor, ...]:
+        *numbers, keeps = given
+        return forward(operands(*numbers), keeps)
+
+    def forward_shapes(*given: Any) -> tuple[Tensor, ...]:
+        *numbers, keeps = given
+        return shapes(operands(*numbers), keeps)
+
+    def unpacked(given: Sequence[Any]) -> tuple[R, Sequence[Tensor], Sequence[Tensor], Sequence[bool]]:
+        grads, rest, needed = given[:outputs], given[outputs:-1], given[-1]
+        return operands(*rest[: len(rest) - kept]), grads, rest[len(rest) - kept :], needed
+
+    def backward_flat(*given: Any) -> list[Tensor]:
+        r, grads, saved, needed = unpacked(given)
+        return _wanted(r, backward(r, grads, saved, needed), needed)
+
+    def backward_shapes(*given: Any) -> list[Tensor]:
+        r, _, _, needed = unpacked(given)
+        found = [None if t is None else torch.empty_like(t) for t in r[:inputs]]
+        last = r[inputs - 1]
+        found[-1] = None if last is None else contiguous_like(last)
+        return _wanted(r, found if gradient_shapes is None else gradient_shapes(r), needed)
+
+    several = ", ".join(["Tensor"] * (outputs + kept))
+    above = ", ".join(f"Tensor grad{i}" for i in range(outputs))
+    saved = ", ".join(f"Tensor kept{i}" for i in range(kept))
+    forward_op = _operation(f"{name}_forward", f"({fields}, bool keeps) -> ({several})", forward_flat, forward_shapes)
+    backward_op = _operation(
+        f"{name}_backward", f"({above}, {fields}, {saved}, bool[] needed) -> Tensor[]", backward_flat, backward_shapes
+    )
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> Any:
+            run = forward_op if torch.compiler.is_compiling() else forward_flat
+            found = run(*given, any(ctx.needs_input_grad))
+            ctx.save_for_backward(*given[:tensors], *found[outputs:])
+            ctx.numbers = given[tensors:]
+            return found[:outputs] if outputs > 1 else found[0]
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+            saved, needed = ctx.saved_tensors, list(ctx.needs_input_grad[:inputs])
+            given, more = saved[:tensors], saved[tensors:]
+            if torch.is_grad_enabled():
+                rest = (*given[inputs:], *ctx.numbers)
+                found = double_backward(lambda *t: again(operands(*t, *rest)), given[:inputs], grads)
+            else:
+                run = backward_op if torch.compiler.is_compiling() else backward_flat
+                made = iter(run(*grads, *given, *ctx.numbers, *more, needed))
+                found = [next(made) if t is not None and need else None for t, need in zip(given, needed, strict=False)]
+            return (*found, *[None] * (len(given) - inputs + len(ctx.numbers)))
+
+    def call(r: R) -> Any:
+        return Function.apply(*r)
+
+    return call
+
+
+def _wanted(r: tuple[Any, ...], found: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor]:
+    """Return the gradients of the operands that are given and need one."""
+    pairs = zip(r, found, needed, strict=False)
+    return [grad for t, grad, need in pairs if t is not None and need and grad is not None]
+
+
+def exported(
+    name: str, operands: type[R], form: Callable[[R], tuple[Tensor, Tensor]], *, inputs: int, like: int
+) -> Callable[[R], tuple[Tensor, Tensor]]:
+    """Register the operation that stands for ``form`` under torch.export, for any batch and length.
+
+    A process that runs an exported program must import longspan. The operation chooses its form when it runs, and its
+    backward pass runs the forward form again.
+
+    Args:
+        name: Names the operation, ``longspan::NAME``.
+        operands: The NamedTuple that ``form`` takes.
+        form: Returns the output and the last state, neither of which is an operand.
+        inputs: How many operands may have gradients. They are the first, and the last of them is the state.
+        like: Which operand has the shape and the dtype of the output.
+
+    Returns:
+        The operation as a function of the operands.
+    """
+    fields, tensors = _fields(operands)
+
+    def run(*given: Any) -> tuple[Tensor, Tensor]:
+        out, end = form(operands(*given))
+        return out.contiguous(), end.contiguous()
+
+    def shapes(*given: Any) -> tuple[Tensor, Tensor]:
+        return contiguous_like(given[like]), contiguous_like(given[inputs - 1])
+
+    def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.numbers = inputs[tensors:]
+        ctx.save_for_backward(*inputs[:tensors])
+
+    def gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Not an operation itself: inside one, autograd would not record the second forward pass.
+        saved = ctx.saved_tensors
+        given, fixed = saved[:inputs], (*saved[inputs:], *ctx.numbers)
+        if torch.is_grad_enabled():
+            found = double_backward(lambda *t: form(operands(*t, *fixed)), given, grads)
+        else:
+            leaves = [t if t is None else t.detach().requires_grad_() for t in given]
+            with torch.enable_grad():
+                results = form(operands(*leaves, *fixed))
+            made = iter(torch.autograd.grad(results, [t for t in leaves if t is not None], grads))
+            found = [None if t is None else next(made) for t in given]
+        return *found, *([None] * len(fixed))
+
+    made = _operation(name, f"({fields}) -> (Tensor, Tensor)", run, shapes)
+    made.register_autograd(gradients, setup_context=keep)
+
+    def call(r: R) -> tuple[Tensor, Tensor]:
+        return made(*r)
+
+    return call

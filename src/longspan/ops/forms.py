@@ -1,0 +1,91 @@
+"""The forms of an operation, in a table by backend, and the choice of the one that serves a call.
+
+The operands of a family are one NamedTuple, which all of its forms take. It names the operands that have tokens,
+``TOKENS``, their axis ``AXIS``, the operand in whose shape the output is, ``OUTPUT``, and what it computes, ``op``.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backends import choose_backend, log_backend, resolve_backend
+from .operands import transformed
+
+Result = tuple[Tensor, Tensor]  # the output and the state after it
+
+
+class Form(NamedTuple):
+    """One form of an operation."""
+
+    attend: Callable[[Any], Result]
+    """computes whole sequences"""
+    why_not: Callable[[Any], str] | None = None
+    """for kernels: why they cannot serve a call; empty if they can"""
+    step: Callable[[Any, bool], Result | None] | None = None
+    """computes one token, and may overwrite the state if the flag is set; kernels return None for other operands"""
+
+
+class Forms(NamedTuple):
+    """The forms of one family of operations."""
+
+    table: Mapping[str, Form]
+    """by backend: kernels in the order of preference, then ``torch`` and ``reference``"""
+    exported: Callable[[Any], Result]
+    """the operation that stands for all of them in an exported program"""
+
+    @property
+    def served(self) -> tuple[str, ...]:
+        """The names of the backends."""
+        return tuple(reversed(self.table))
+
+
+def serve(forms: Forms, r: Any, donate: bool = False, declined: bool = False) -> Result:
+    """Compute a call by its fastest form.
+
+    Args:
+        forms: The forms of the family.
+        r: The operands, checked.
+        donate: Allows the call to overwrite the state.
+        declined: Whether ``step`` has declined the call.
+
+    Raises:
+        ValueError: a forced backend cannot serve the call.
+    """
+    if torch.compiler.is_exporting():
+        return forms.exported(r)
+    table, token = forms.table, is_token(r)
+    if token and r.mask is None and not declined and (found := step(forms, r, donate)) is not None:
+        return found
+    r = resolved(r)
+    why_not = {name: form.why_not(r) for name, form in table.items() if form.why_not is not None}
+    single = table["torch"].step if token else None
+    name = choose_backend(r.op, forms.served, why_not, prefer="" if single is None else "torch")
+    if single is not None and name == "torch" and getattr(r, r.OUTPUT).numel():
+        # A single token belongs to the segment of the state.
+        found = single(r, donate and not transformed())
+        assert found is not None
+        return found
+    return table[name].attend(r)
+
+
+def step(forms: Forms, r: Any, donate: bool) -> Result | None:
+    """Return the step of the kernels for the device if they serve the call, else None."""
+    cuda = "triton" in forms.table and getattr(r, r.OUTPUT).is_cuda
+    name = resolve_backend(r.op, forms.served, "triton" if cuda else "native")
+    form = forms.table[name]
+    if form.step is None or form.why_not is None or (found := form.step(r, donate)) is None:
+        return None
+    log_backend(r.op, name)
+    return found
+
+
+def is_token(r: Any) -> bool:
+    """Return whether the call has one token for each state."""
+    return getattr(r, r.OUTPUT).shape[r.AXIS] == 1 and r.cu_seqlens is None
+
+
+def resolved(r: Any) -> Any:
+    """Return the operands without lazily negated views."""
+    return type(r)(*(t.resolve_neg() if isinstance(t, Tensor) else t for t in r))

@@ -1,0 +1,136 @@
+"""The operands of the recurrence, as one value that every form takes."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..forms import Forms, serve
+from ..isolated import Packed, Part, isolated
+from ..native.call import LARGEST
+from ..operands import zero_masked
+from ..packed import by_sequence
+from ..tensors import unit, upcast_half
+from .decays import LOWEST
+
+NORMS = {"l2": "divide by the root of the sum of squares plus 1e-6"}
+
+
+class Recurrence(NamedTuple):
+    """Operands of ``decay_attention`` and ``delta_rule``, for H value heads and G heads of queries and keys."""
+
+    q: Tensor  # (B,G,N,D)
+    k: Tensor  # (B,G,N,D)
+    v: Tensor  # (B,H,N,E)
+    log_decay: Tensor | None  # (B,H,N) or (B,H,N,D)
+    beta: Tensor | None  # (B,H,N)
+    state: Tensor  # (B,H,D,E), a row per sequence with cu_seqlens
+    mask: Tensor | None  # (B,N)
+    segments: Tensor | None  # (B,N)
+    cu_seqlens: Tensor | None  # (S+1,)
+    scale: float
+    normalize: bool  # divide q and k by their norms
+
+    # The operands with tokens, their axis, and the one in whose shape the output is.
+    TOKENS = ("q", "k", "v", "log_decay", "beta")
+    AXIS, OUTPUT = 2, "v"
+
+    @property
+    def op(self) -> str:
+        """What the operands compute, for messages."""
+        if self.beta is not None:
+            return "the delta rule"
+        return "a running sum of outer products" if self.log_decay is None else "decay attention"
+
+
+class GeneralRecurrence(NamedTuple):
+    """Operands of ``general_delta_rule``; shapes as in ``Recurrence``, read and erase as k."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    read: Tensor
+    erase: Tensor
+    log_decay: Tensor | None
+    state: Tensor
+    mask: Tensor | None
+    segments: Tensor | None
+    cu_seqlens: Tensor | None
+    scale: float
+    early: bool  # read the state before its decay
+
+    TOKENS = ("q", "k", "v", "read", "erase", "log_decay")
+    AXIS, OUTPUT = 2, "v"
+    op = "the general delta rule"
+
+
+def first_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """Return the state (B,H,D,E) before the first token, zeros."""
+    sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    return v.new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1], dtype=upcast_half(v[:0]).dtype)
+
+
+def serve_with_keys(forms: Forms, r: Any, donate: bool, declined: bool) -> tuple[Tensor, Tensor]:
+    """``forms.serve`` for any number of key channels: D = 0 equals one channel of zeros, which every form can take."""
+    if r.q.shape[-1] or torch.compiler.is_exporting():
+        return serve(forms, r, donate, declined)
+    vectors = {name: getattr(r, name) for name in r.TOKENS if name != "v"}
+    padded = {name: F.pad(t, (0, 1)) for name, t in vectors.items() if t is not None and t.dim() == 4}
+    out, end = serve(forms, r._replace(**padded, state=F.pad(r.state, (0, 0, 0, 1))))
+    return out, end[:, :, :0]
+
+
+def step_sizes(r: Any) -> tuple[int, int, int, int, int] | None:
+    """Return B, G, H, D and E if the operands are one token that the steps of the kernels take, else None.
+
+    It runs once per token and layer, before the operands are checked.
+    """
+    q, v = r.q, r.v
+    if not q.dim() == v.dim() == 4:
+        return None
+    batch, groups, tokens, keys = shape = q.shape
+    _, heads, _, values = v.shape
+    if tokens != 1 or not batch * groups or heads % groups or not (0 < keys <= LARGEST and 0 < values <= LARGEST):
+        return None
+    if r.k.shape != shape or v.shape != (batch, heads, 1, values) or r.state.shape != (batch, heads, keys, values):
+        return None
+    decay = r.log_decay
+    if decay is not None and decay.shape not in ((batch, heads, 1), (batch, heads, 1, keys)):
+        return None
+    return batch, groups, heads, keys, values
+
+
+def masked(r: Any) -> Any:
+    """Return the operands with zeros at masked tokens."""
+    found = zero_masked(r.mask, *(getattr(r, name) for name in r.TOKENS))
+    return r._replace(**dict(zip(r.TOKENS, found, strict=True)))
+
+
+def prepared(form: Callable[[Any], tuple[Tensor, Tensor]], r: Recurrence) -> tuple[Tensor, Tensor]:
+    """Call ``form``, which handles neither ``normalize`` nor ``cu_seqlens``; the kernels do both inside."""
+    if r.normalize:
+        # Masked tokens are zeroed before the root. In float32 at least, as in the kernels.
+        q, k = (unit(upcast_half(t)) for t in zero_masked(r.mask, r.q, r.k))
+        r = r._replace(q=q, k=k, normalize=False)
+    return by_sequence(form, r)
+
+
+def isolated_call(run: Callable[[Any, bool], tuple[Tensor, Tensor]], r: Any, donate: bool) -> tuple[Tensor, Tensor]:
+    """Return ``run(r, donate)`` with NaN and infinity confined to the packed sequence that holds them."""
+    if r.segments is None:
+        return run(r, donate)
+    # Masked tokens are not examined, and -inf is a valid log decay.
+    r = masked(r)
+
+    def part_of(tokens: Sequence[Any], state: Any, carry: Any, part: Part | None) -> tuple[Tensor, Tensor]:
+        own = r._replace(**dict(zip(r.TOKENS, tokens, strict=True)), state=state)
+        return run(own if part is None else own._replace(mask=part.cut(r.mask), segments=None), False)
+
+    tokens = [getattr(r, name) for name in r.TOKENS]
+    finite = None if r.log_decay is None else r.log_decay.clamp(min=LOWEST)
+    examined = [finite if name == "log_decay" else t for name, t in zip(r.TOKENS, tokens, strict=True)]
+    packed = Packed(part_of, r.segments, 2, lambda: r.state.new_zeros(1, *r.state.shape[1:]))
+    out, after = isolated(packed, tokens, r.state, examined=examined)
+    return out, after

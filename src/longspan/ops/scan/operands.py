@@ -1,0 +1,40 @@
+"""The operands of the scans, as one value each that every form takes."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class Diagonal(NamedTuple):
+    """Operands of ``diagonal_scan``."""
+
+    x: Tensor  # (B,N,C)
+    log_decay: Tensor  # (B,N,C)
+    state: Tensor  # (B,C), a row per sequence with cu_seqlens
+    mask: Tensor | None  # (B,N)
+    segments: Tensor | None  # (B,N)
+    cu_seqlens: Tensor | None  # (S+1,)
+
+    TOKENS = ("x", "log_decay")
+    AXIS, OUTPUT, op = 1, "x", "the diagonal scan"
+
+
+class Selective(NamedTuple):
+    """Operands of ``selective_scan``, with S states per channel."""
+
+    x: Tensor  # (B,N,channels)
+    dt: Tensor  # (B,N,channels)
+    A: Tensor  # (channels,S)
+    B: Tensor  # (B,N,S)
+    C: Tensor  # (B,N,S)
+    D: Tensor | None  # (channels,)
+    z: Tensor | None  # (B,N,channels)
+    dt_bias: Tensor | None  # (channels,)
+    state: Tensor  # (B,channels,S), a row per sequence with cu_seqlens
+    mask: Tensor | None  # (B,N)
+    segments: Tensor | None  # (B,N)
+    cu_seqlens: Tensor | None  # (S+1,)
+    softplus: bool  # dt is softplus(dt + dt_bias)
+
+    TOKENS = ("x", "dt", "B", "C", "z")
+    AXIS, OUTPUT, op = 1, "x", "the selective scan"
