@@ -18,17 +18,16 @@ from longspan import decay_attention, delta_rule
 from longspan.compat import fla as shim
 from longspan.ops import gated, watch
 from longspan.ops.gated import fla
-from longspan.ops.gated.prepared import prepared
+from longspan.ops.gated.operands import Recurrence
 
 HALF = torch.bfloat16
 OPS = {"gla": decay_attention, "kda": delta_rule}
 
 
 def definition(q, k, v, g, state, beta, scale, offsets):
-    options = {"mask": None, "segments": None, "normalize": False, "cu_seqlens": offsets}
     q, k, v, g = (t.transpose(1, 2) for t in (q, k, v, g))
     beta = None if beta is None else beta.transpose(1, 2)
-    o, end = prepared(gated.reference, q, k, v, g, beta, state, scale=scale, **options)
+    o, end = gated.definition.attend(Recurrence(q, k, v, g, beta, state, cu_seqlens=offsets, scale=scale))
     return o.transpose(1, 2), end
 
 
@@ -184,22 +183,23 @@ def test_kernels_that_fail_their_test_are_not_used(installed, op, wrong, reason)
     fails = rf"chunk_{op} of fla-core 0.6.0 fails its test on this device: .*{reason}"
     with longspan.backend("fla"), pytest.raises(ValueError, match=fails):
         OPS[op](**given)
-    assert f"chunk_{op} of fla-core 0.6.0 fails" in fla.why_not(*operands(given))
+    assert f"chunk_{op} of fla-core 0.6.0 fails" in fla.why_not(operands(given))
     expected = outcome(op, given)
     installed.wrong = ""
     assert all(a.equal(b) for a, b in zip(outcome(op, given), expected, strict=True))
 
 
 def operands(given, **marks):
-    names = "query", "key", "value", "state", "log_decay", "beta", "mask", "segments", "cu_seqlens"
-    return [(given | marks).get(name) for name in names]
+    every = {"beta": None, "state": None} | given | marks
+    return Recurrence(*(every.pop(name) for name in ("query", "key", "value")), **every)
 
 
 def test_the_reason_is_recorded(installed, monkeypatch):
     """On the device where native kernels do not come into question."""
     installed.wrong = "gradients"
-    monkeypatch.setattr(gated.call, "why_not", lambda *tensors, family: "they are for the CPU")
-    monkeypatch.setattr(gated.triton, "why_not", lambda *tensors: "they take decays per head")
+    table = gated.FORMS.table
+    monkeypatch.setitem(table, "native", table["native"]._replace(why_not=lambda r: "they are for the CPU"))
+    monkeypatch.setitem(table, "triton", table["triton"]._replace(why_not=lambda r: "they take decays per head"))
     use = served("gla", arguments("gla"))
     assert use.backend == "torch"
     assert "fla: chunk_gla of fla-core 0.6.0 fails its test" in use.why_not
@@ -217,7 +217,7 @@ def test_each_kind_of_call_is_tested_once(installed):
         arguments("kda", dtype=torch.float16),
     ):
         before = len(installed.calls)
-        assert fla.why_not(*operands(given)) == ""
+        assert fla.why_not(operands(given)) == ""
         counts.append(len(installed.calls) - before)
     assert counts == [1, 0, 1, 1, 1, 1]
 
@@ -236,8 +236,7 @@ def test_nothing_is_imported_for_another_device(monkeypatch):
 
 
 def test_decays_per_channel_prefer_fla_and_those_per_head_triton(installed, monkeypatch):
-    monkeypatch.setattr(gated.triton, "why_not", lambda *tensors: "")
-    monkeypatch.setattr(gated.triton, "attend", lambda q, k, v, **options: (v, options["state"]))
+    monkeypatch.setitem(gated.FORMS.table, "triton", gated.Form(lambda r: (r.v, r.state), lambda r: ""))
     given = arguments("gla")
     per_head = given | {"log_decay": given["log_decay"][..., 0]}
     assert served("gla", per_head).backend == "triton"
@@ -308,12 +307,12 @@ def test_what_it_does_not_have_is_refused(installed):
         ),
     ]
     for refused, reason in cases:
-        assert reason in fla.why_not(*refused)
+        assert reason in fla.why_not(refused)
     assert not installed.calls
 
 
 def test_float32_is_served_where_tf32_is_allowed(installed, tf32):
-    assert fla.why_not(*operands(arguments("gla", dtype=torch.float32))) == ""
+    assert fla.why_not(operands(arguments("gla", dtype=torch.float32))) == ""
 
 
 def test_other_operations_do_not_take_it():
@@ -372,4 +371,4 @@ def test_the_package_itself_passes_its_test(op, packed, dtype):
     pytest.importorskip("fla")
     given = arguments(op, n=150, dtype=dtype, batch=1 if packed else 2, states=3 if packed else 2, device="cuda")
     cuts = torch.tensor([0, 20, 20, 150], device="cuda") if packed else None
-    assert fla.why_not(*operands(given, cu_seqlens=cuts)) == ""
+    assert fla.why_not(operands(given, cu_seqlens=cuts)) == ""

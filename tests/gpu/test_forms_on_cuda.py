@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from longspan.ops import gated, linear
-from longspan.ops.gated import chunks, decay_per_channel, pairs
+from longspan.ops.gated import Recurrence, chunks, decay_per_channel, pairs
 from longspan.ops.linear.composed import composed
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -152,13 +152,13 @@ def test_decay_and_the_delta_rule(decay, delta, masked, packed, small):
     options = {"scale": 0.7, **around(n, masked, packed)}
 
     def call(form, **more):
-        return lambda *t: form(**given | dict(zip(names, t, strict=True)), **options, **more)
+        return lambda *t: form(Recurrence(**given | dict(zip(names, t, strict=True)), **options), **more)
 
     inputs = [given[name] for name in names]
-    assert len(chunks._chunk_spans(q, v, beta, 8)) == 4
-    assert chunks._form(q, False) == "pairs"
-    expected = outcome(call(gated.reference), inputs)
-    assert error(outcome(call(chunks.attend, chunk=8), inputs), expected) <= 1e-10
+    parts = chunks.Chunked(**given, mask=None, segments=None, scale=1.0, chunk=8)
+    assert (len(parts.places), parts.form) == (4, "pairs")
+    expected = outcome(call(gated.definition.attend), inputs)
+    assert error(outcome(call(chunks.chunked, chunk=8), inputs), expected) <= 1e-10
     if not masked:
         assert error(outcome(call(chunks.composed, chunk=8), inputs), expected) <= 1e-10
 
@@ -175,8 +175,9 @@ def test_launches_do_not_grow_with_the_number_of_chunks(decay, delta, planned, m
             q, k, v = (torch.empty(1, 2, n, 16) for _ in range(3))
             log_decay = {"none": None, "head": torch.empty(1, 2, n), "channel": torch.empty(1, 2, n, 16)}[decay]
             given = q, k, v, log_decay, torch.empty(1, 2, n) if delta else None, torch.empty(1, 2, 16, 16), None, None
-            o, end, starts = chunks._forward(*given, 1.0, 64, False)
-            chunks._backward(o, end, *given, starts, 1.0, 64, False)
+            r = chunks.Chunked(*given, 1.0)
+            o, end, starts = chunks._forward(r, True)
+            chunks._backward(r, (o, end), (starts,), [True] * 6)
         return work.launches
 
     short, long = launches(64 * 16), launches(64 * 128)

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 
 import longspan
-from longspan.ops import gated
-from longspan.ops.gated import chunks, triton
-from longspan.ops.gated.prepared import prepared
+from longspan.ops.gated import chunks, definition, triton
+from longspan.ops.gated.operands import Recurrence, prepared
 from longspan.ops.triton import interpreted
 
 pytest.importorskip("triton")
@@ -19,7 +18,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Compiled, a product of float32 is three of TF32, summed in another order.
 LIMIT = 5e-7 if interpreted() else 3e-6
 SERVED = [("none", True), ("head", True), ("channel", True), ("channel", False)]
-OPTIONS = {"scale": 0.7, "mask": None, "segments": None, "normalize": False, "cu_seqlens": None}
+OPTIONS = {"scale": 0.7}
 
 
 def operands(n, decay, delta, *, repeats=1, sizes=(5, 3), dtype=torch.float32, strength=1.0, rows=2):
@@ -45,7 +44,7 @@ def operands(n, decay, delta, *, repeats=1, sizes=(5, 3), dtype=torch.float32, s
 def outcome(form, given, **options):
     """Outputs, the state and the gradients of all inputs from random ones of both."""
     inputs = {name: None if t is None else t.clone().requires_grad_() for name, t in given.items()}
-    outputs = form(**inputs, **(OPTIONS | options))
+    outputs = form(Recurrence(**inputs, **(OPTIONS | options)))
     generator = torch.Generator().manual_seed(9)
     upstream = [torch.randn(t.shape, generator=generator).to(t) for t in outputs]
     return [*outputs, *torch.autograd.grad(outputs, [t for t in inputs.values() if t is not None], upstream)]
@@ -53,17 +52,14 @@ def outcome(form, given, **options):
 
 def served(given, chunk=64, **options):
     """``outcome`` of the kernels, which must be able to serve the call."""
-    reasons = [given[name] for name in ("q", "k", "v", "state", "log_decay", "beta")]
     with longspan.backend("triton"):
-        packed = [options.get(name) for name in ("mask", "segments", "cu_seqlens")]
-        assert triton.why_not(*reasons, *packed) == ""
-        form = triton.attend if chunk == 64 else partial(prepared, partial(chunks.attend, kernels=True, chunk=chunk))
+        assert triton.why_not(Recurrence(**given, **options)) == ""
+        form = triton.attend if chunk == 64 else partial(prepared, partial(chunks.chunked, kernels=True, chunk=chunk))
         return outcome(form, given, **options)
 
 
 def exact(given, **options):
-    form = partial(prepared, gated.reference)
-    return outcome(form, {name: None if t is None else t.double() for name, t in given.items()}, **options)
+    return outcome(definition.attend, {name: None if t is None else t.double() for name, t in given.items()}, **options)
 
 
 def errors(found, expected):
@@ -84,9 +80,9 @@ def assert_exact(given, chunk=64, **options):
         assert error <= 1.5 * max(errors(outcome(partial(in_torch, chunk=chunk), given, **options), expected))
 
 
-def in_torch(*, chunk=64, **given):
+def in_torch(r, chunk=64):
     """The form in torch, which equals the loop within 1e-12 in float64 (tests/ops/test_gated.py), and is faster."""
-    return prepared(partial(chunks.attend, chunk=chunk), **given)
+    return prepared(partial(chunks.chunked, chunk=chunk), r)
 
 
 def masked(n):
@@ -125,7 +121,7 @@ def test_states_pass_from_span_to_span(decay, delta, monkeypatch):
     monkeypatch.setattr(chunks, "SPAN", 32 * 4)
     monkeypatch.setattr(chunks, "TOGETHER", 0)
     given = operands(150 if DEVICE == "cpu" else 2000, decay, delta, strength=0.1)
-    assert len(chunks._chunk_spans(given["q"], given["v"], given["beta"], 16)) > 2
+    assert len(chunks.Chunked(**given, mask=None, segments=None, scale=1.0, chunk=16).places) > 2
     assert_exact(given, chunk=16)
 
 
@@ -184,7 +180,7 @@ def test_operands_of_any_strides():
     expected = served(given)
     moved = {name: None if t is None else t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in given.items()}
     with longspan.backend("triton"):
-        found = triton.attend(**moved, **OPTIONS)
+        found = triton.attend(Recurrence(**moved, **OPTIONS))
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=False))
 
 
@@ -192,7 +188,7 @@ def test_operands_of_any_strides():
 def test_gradients_that_can_be_differentiated(decay, delta):
     def second(form, given):
         inputs = [t.requires_grad_() for t in given.values() if t is not None]
-        o, end = form(**given, **OPTIONS)
+        o, end = form(Recurrence(**given, **OPTIONS))
         first = torch.autograd.grad(o.sin().sum() + end.square().sum(), inputs, create_graph=True)
         return [*first, *torch.autograd.grad(sum(t.square().sum() for t in first), inputs)]
 
@@ -204,17 +200,17 @@ def test_gradients_that_can_be_differentiated(decay, delta):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")  # torch's own
 def test_compiles_as_one_graph():
     given = operands(70, "head", True)
-    call = torch.compile(partial(triton.attend, **OPTIONS), fullgraph=True, backend="aot_eager")
+    r = Recurrence(**given, **OPTIONS)
+    call = torch.compile(triton.attend, fullgraph=True, backend="aot_eager")
     with longspan.backend("triton"):
-        found, expected = call(**given), triton.attend(**given, **OPTIONS)
+        found, expected = call(r), triton.attend(r)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_reasons_name_what_the_kernels_take():
     def reason(given):
-        tensors = [given[name] for name in ("q", "k", "v", "state", "log_decay", "beta")]
         with longspan.backend("triton"):
-            return triton.why_not(*tensors, None, None, None)
+            return triton.why_not(Recurrence(**given))
 
     given = operands(20, "head", True)
     assert reason(given) == ""

@@ -79,7 +79,7 @@ def test_the_operation_is_the_recurrence():
         {"beta": beta, "normalize": "l2"},
     ):
         given = (options.get(name) for name in ("mask", "segments", "cu_seqlens"))
-        found = gated.recurrence(
+        found = torch.ops.longspan.recurrence(
             q, k, v, options.get("log_decay"), options.get("beta"), state, *given, 0.3, "normalize" in options
         )
         ours = gated.recur(q, k, v, scale=0.3, state=state, **options)
@@ -90,7 +90,7 @@ def test_the_operation_keeps_the_rules_of_torch():
     given = operands(1, 4)
     given = [t.requires_grad_() for t in given]
     wanted = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(gated.recurrence, (*given, None, None, None, 0.5, True), test_utils=wanted)
+    torch.library.opcheck(torch.ops.longspan.recurrence, (*given, None, None, None, 0.5, True), test_utils=wanted)
 
 
 @pytest.mark.parametrize("normalize", [None, "l2"])

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 import longspan
 from longspan.ops import gated
-from longspan.ops.gated import chunks
+from longspan.ops.gated import chunks, definition
+from longspan.ops.gated.operands import Recurrence
 from longspan.ops.segments import cut
 
 KINDS = ("none", "head", "channel")
@@ -32,6 +33,11 @@ def arguments(n, *, decay="head", delta=True, repeats=1, dtype=torch.float64, se
         "beta": random(heads, n).sigmoid() if delta else None,
         "state": random(heads, d, e).to(torch.promote_types(dtype, torch.float32)),
     }
+
+
+def of(form, **options):
+    """A form as a function of operands by name."""
+    return lambda **given: form(Recurrence(**given), **options)
 
 
 def outcome(function, given, **options):
@@ -74,7 +80,7 @@ def dense(q, k, v, *, log_decay, beta, scale, state):
 @pytest.mark.parametrize("decay", KINDS)
 def test_the_loop_is_the_dense_form(decay, delta):
     given = arguments(11, decay=decay, delta=delta, repeats=2)
-    o, _ = gated.reference(**given, scale=0.7, mask=None, segments=None)
+    o, _ = definition.attend(Recurrence(**given, scale=0.7))
     assert_close([o], [dense(**given, scale=0.7)])
 
 
@@ -89,7 +95,9 @@ def test_chunks_are_the_loop(decay, delta, masked, packed, repeats):
         segments = torch.randint(0, 2, (2, n), generator=generator).cumsum(1) // 7 if packed else None
         options = {"scale": 0.7, "mask": mask, "segments": segments}
         given = arguments(n, decay=decay, delta=delta, repeats=repeats)
-        assert_close(outcome(chunks.attend, given, **options), outcome(gated.reference, given, **options))
+        assert_close(
+            outcome(of(chunks.chunked, chunk=8), given, **options), outcome(of(definition.attend), given, **options)
+        )
 
 
 @pytest.mark.parametrize("decay", KINDS)
@@ -97,19 +105,19 @@ def test_chunks_are_the_loop(decay, delta, masked, packed, repeats):
 def test_states_of_more_chunks_than_one_product_holds(decay, packed, monkeypatch):
     """As on a GPU, where a span is the whole sequence."""
     monkeypatch.setattr(chunks, "GROUP", 3)
-    monkeypatch.setattr(chunks, "_chunk_spans", lambda q, v, beta, chunk: cut(q.shape[2], chunk, q.shape[2]))
+    monkeypatch.setattr(chunks.Chunked, "places", property(lambda r: cut(r.q.shape[2], r.chunk, r.q.shape[2])))
     segments = (torch.arange(67) // 13)[None].expand(2, -1) if packed else None
     given, options = arguments(67, decay=decay, delta=False), {"scale": 0.7, "mask": None, "segments": segments}
-    expected = outcome(gated.reference, given, **options)
-    assert_close(outcome(chunks.attend, given, chunk=8, **options), expected)
+    expected = outcome(of(definition.attend), given, **options)
+    assert_close(outcome(of(chunks.attend), given, **options), expected)
 
 
 @pytest.mark.parametrize("decay", KINDS)
 def test_any_chunk_gives_one_answer(decay):
     given, options = arguments(67, decay=decay), {"scale": 0.7, "mask": None, "segments": None}
-    expected = outcome(gated.reference, given, **options)
+    expected = outcome(of(definition.attend), given, **options)
     for chunk in (1, 2, 16, 128):
-        assert_close(outcome(chunks.attend, given, chunk=chunk, **options), expected)
+        assert_close(outcome(of(chunks.chunked, chunk=chunk), given, **options), expected)
 
 
 @pytest.mark.parametrize("delta", [False, True])
@@ -121,8 +129,8 @@ def test_spans_give_one_answer(monkeypatch, spans, packed, decay, delta):
     # Of the packed sequences some begin where spans do.
     segments = torch.arange(139).div(48, rounding_mode="floor").expand(2, -1) if packed else None
     given, options = arguments(139, decay=decay, delta=delta), {"scale": 0.7, "mask": None, "segments": segments}
-    expected = outcome(gated.reference, given, **options)
-    assert_close(outcome(chunks.attend, given, chunk=16, **options), expected)
+    expected = outcome(of(definition.attend), given, **options)
+    assert_close(outcome(of(chunks.chunked, chunk=16), given, **options), expected)
 
 
 @pytest.mark.parametrize("delta", [False, True])
@@ -137,8 +145,8 @@ def test_strong_decay_keeps_the_digits_of_what_remains(decay, delta, dtype):
     given["log_decay"] = torch.where(picked.isinf(), -picked, given["log_decay"] * picked)
     options = {"scale": 0.7, "mask": None, "segments": None}
     wide = {name: None if t is None else t.double() for name, t in given.items()}
-    expected = outcome(gated.reference, wide, **options)
-    found = outcome(chunks.attend, given, **options)
+    expected = outcome(of(definition.attend), wide, **options)
+    found = outcome(of(chunks.attend), given, **options)
     assert all(t.isfinite().all() for t in found)
     assert_close(found, expected, 1e-11 if dtype is torch.float64 else 3e-6)
 
@@ -149,7 +157,7 @@ def test_a_step_is_the_loop(decay, delta):
     for repeats, masked in itertools.product((1, 2), (False, True)):
         given = arguments(1, decay=decay, delta=delta, repeats=repeats)
         mask = torch.tensor([[True], [False]]) if masked else None
-        expected = outcome(gated.reference, given, scale=0.7, mask=mask, segments=None)
+        expected = outcome(of(definition.attend), given, scale=0.7, mask=mask, segments=None)
         assert_close(outcome(gated.recur, given, scale=0.7, mask=mask), expected)
         with torch.no_grad():
             own = given | {"state": given["state"].clone()}
@@ -164,7 +172,7 @@ def test_derivatives_and_their_derivatives_are_exact(decay, delta):
 
     def call(*tensors):
         tensors = dict.fromkeys(given) | dict(zip(names, tensors, strict=True))
-        return chunks.attend(**tensors, scale=0.7, mask=None, segments=None, chunk=2)
+        return chunks.chunked(Recurrence(**tensors, scale=0.7), chunk=2)
 
     inputs = [given[name].requires_grad_() for name in names]
     assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
@@ -177,7 +185,7 @@ def test_gradients_that_can_be_differentiated_are_the_gradients(decay, delta):
     """They come from other code, with which second derivatives would agree even if it were wrong."""
     given = arguments(29, decay=decay, delta=delta, repeats=2)
     inputs = [t.requires_grad_() for t in given.values() if t is not None]
-    o, end = chunks.attend(**given, scale=0.7, mask=None, segments=None, chunk=8)
+    o, end = chunks.chunked(Recurrence(**given, scale=0.7), chunk=8)
     loss = o.sin().sum() + end.square().sum()
     plain = torch.autograd.grad(loss, inputs, retain_graph=True)
     assert_close(torch.autograd.grad(loss, inputs, create_graph=True), plain)
@@ -195,7 +203,7 @@ def test_second_derivatives_survive_a_strong_decay():
     """Above the diagonal e^(G_i - G_j) would be infinite, and 0 times it is NaN in a derivative."""
     given = arguments(29, decay="head", strength=500.0)
     inputs = [t.requires_grad_() for t in given.values()]
-    o, _ = chunks.attend(**given, scale=0.7, mask=None, segments=None)
+    o, _ = chunks.attend(Recurrence(**given, scale=0.7))
     first = torch.autograd.grad(o.square().sum(), inputs, create_graph=True)
     second = torch.autograd.grad(sum(t.square().sum() for t in first), inputs)
     assert all(t.isfinite().all() for t in (*first, *second))
@@ -206,7 +214,7 @@ def test_the_backward_pass_keeps_the_inputs_and_a_state_per_span(monkeypatch):
     given, kept = arguments(257, decay="channel"), []
     inputs = {name: t.requires_grad_() for name, t in given.items()}
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
-        chunks.attend(**inputs, scale=0.7, mask=None, segments=None)
+        chunks.attend(Recurrence(**inputs, scale=0.7))
     ours = {t.data_ptr() for t in given.values()}
     (starts,) = (t for t in kept if t.data_ptr() not in ours)
     assert starts.shape == (4, *given["state"].shape)
@@ -218,26 +226,26 @@ def test_masked_tokens_are_not_read(decay, delta):
     """Not even where they are not finite; and their gradients are zero."""
     given = arguments(29, decay=decay, delta=delta)
     mask = torch.rand(2, 29, generator=torch.Generator().manual_seed(2)) < 0.6
-    clean = outcome(chunks.attend, given, scale=0.7, mask=mask, segments=None)
+    clean = outcome(of(chunks.attend), given, scale=0.7, mask=mask, segments=None)
     hidden = ~mask[:, None, :]
     for name in ("q", "k", "v", "log_decay", "beta") if delta else ("q", "k", "v", "log_decay"):
         t = given[name]
         given[name] = t.masked_fill(hidden if t.dim() == 3 else hidden[..., None], torch.nan)
-    found = outcome(chunks.attend, given, scale=0.7, mask=mask, segments=None)
+    found = outcome(of(chunks.attend), given, scale=0.7, mask=mask, segments=None)
     assert_close(found, clean)
     assert not found[0].masked_select(hidden[..., None]).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("decay", ["head", "channel"])
-@pytest.mark.parametrize("form", [chunks.attend, gated.reference])
+@pytest.mark.parametrize("form", [chunks.attend, definition.attend])
 def test_what_is_forgotten_is_gone(form, decay, dtype):
     """A log decay of -inf leaves nothing of what was there, however large."""
     given = arguments(29, decay=decay, delta=False, dtype=dtype, strength=0.1)
     given["v"][:, :, :9] *= 1e30
     given["v"][:, :, 9:] = 0.0
     given["log_decay"][:, :, 9] = -torch.inf
-    o, state = form(**given, scale=0.7, mask=None, segments=None)
+    o, state = form(Recurrence(**given, scale=0.7))
     assert o[:, :, :9].abs().max() > 1e28
     assert not o[:, :, 9:].any()
     assert not state.any()

@@ -5,12 +5,13 @@ import warnings
 
 import pytest
 import torch
-from test_gated import KINDS, arguments, assert_close, outcome
+from test_gated import KINDS, arguments, assert_close, of, outcome
 
 import longspan
 from longspan.ops import gated
-from longspan.ops.gated import chunks
+from longspan.ops.gated import chunks, definition
 from longspan.ops.gated import native as kernels
+from longspan.ops.gated.operands import Recurrence
 from longspan.ops.native.call import available
 
 pytestmark = pytest.mark.skipif(not available(), reason="no native kernels here")
@@ -37,8 +38,8 @@ def test_kernels_are_the_chunks(decay, delta):
         segments = torch.randint(0, 2, (2, n), generator=generator).cumsum(1) // 37 if packed else None
         given = arguments(n, decay=decay, delta=delta, repeats=repeats, dtype=torch.float32, sizes=sizes)
         options = {"scale": 0.7, "mask": mask, "segments": segments}
-        expected = outcome(chunks.attend, widened(given), **options)
-        assert_close(outcome(kernels.attend, given, **options), expected, ROUNDED)
+        expected = outcome(of(chunks.attend), widened(given), **options)
+        assert_close(outcome(of(kernels.attend), given, **options), expected, ROUNDED)
 
 
 @pytest.mark.parametrize("repeats", [1, 3])
@@ -47,8 +48,8 @@ def test_heads_of_256_channels(decay, repeats):
     """Six of them are more than are read together."""
     given = arguments(67, decay=decay, dtype=torch.float32, repeats=repeats, sizes=(256, 256))
     options = {"scale": 0.1, "mask": None, "segments": None}
-    expected = outcome(chunks.attend, widened(given), **options)
-    assert_close(outcome(kernels.attend, given, **options), expected, ROUNDED)
+    expected = outcome(of(chunks.attend), widened(given), **options)
+    assert_close(outcome(of(kernels.attend), given, **options), expected, ROUNDED)
 
 
 @pytest.mark.parametrize("decay", ["head", "channel"])
@@ -59,7 +60,9 @@ def test_strong_decay(decay):
     given["log_decay"] = torch.where(picked.isinf(), -picked, given["log_decay"] * picked)
     options = {"scale": 0.7, "mask": None, "segments": None}
     assert_close(
-        outcome(kernels.attend, given, **options), outcome(gated.reference, widened(given), **options), ROUNDED
+        outcome(of(kernels.attend), given, **options),
+        outcome(of(definition.attend), widened(given), **options),
+        ROUNDED,
     )
 
 
@@ -77,7 +80,7 @@ def test_masked_tokens_are_not_read(way, decay):
     def everything(garbage):
         leaves = {name: t if t is None or name == "state" else without(t, garbage) for name, t in given.items()}
         wanted = [t.requires_grad_() for t in leaves.values() if t is not None]
-        o, end = way.attend(**leaves, scale=0.7, mask=mask, segments=None)
+        o, end = way.attend(Recurrence(**leaves, scale=0.7, mask=mask))
         upstream = without(torch.cos(torch.arange(o.numel()).view_as(o)), garbage), torch.ones_like(end)
         return o, end, *torch.autograd.grad((o, end), wanted, upstream)
 
@@ -92,7 +95,7 @@ def test_bfloat16_is_summed_in_float32(repeats):
     low = given | {name: given[name].bfloat16() for name in "qkv"}
     exact = widened(low)
     options = {"scale": 0.7, "mask": None, "segments": None}
-    found, expected = outcome(kernels.attend, low, **options), outcome(chunks.attend, exact, **options)
+    found, expected = outcome(of(kernels.attend), low, **options), outcome(of(chunks.attend), exact, **options)
     assert found[0].dtype is torch.bfloat16
     assert_close(found[1:2], expected[1:2], ROUNDED)
     assert_close(found, expected, 2 * torch.finfo(torch.bfloat16).eps)
@@ -101,7 +104,7 @@ def test_bfloat16_is_summed_in_float32(repeats):
 def test_any_strides_and_threads_give_the_same_bits():
     given = arguments(139, decay="channel", dtype=torch.float32, repeats=2)
     options = {"scale": 0.7, "mask": None, "segments": None}
-    expected = outcome(kernels.attend, given, **options)
+    expected = outcome(of(kernels.attend), given, **options)
     moved = {
         name: t if name == "state" else t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in given.items()
     }
@@ -109,7 +112,7 @@ def test_any_strides_and_threads_give_the_same_bits():
     try:
         for count in (1, 3):
             torch.set_num_threads(count)
-            for a, b in zip(outcome(kernels.attend, moved, **options), expected, strict=True):
+            for a, b in zip(outcome(of(kernels.attend), moved, **options), expected, strict=True):
                 assert torch.equal(a, b)
     finally:
         torch.set_num_threads(threads)
@@ -120,7 +123,7 @@ def test_the_step_is_the_loop(decay, delta):
     # Columns are worked on 128, 64 or 32 at a time, then a vector at a time, then one by one.
     for sizes, repeats in itertools.product(((5, 3), (7, 23), (17, 64), (11, 119), (64, 128)), (1, 2)):
         given = arguments(1, decay=decay, delta=delta, dtype=torch.float32, repeats=repeats, sizes=sizes)
-        exact = gated.reference(**widened(given), scale=0.7, mask=None, segments=None)
+        exact = definition.attend(Recurrence(**widened(given), scale=0.7))
         before = given["state"].clone()
         with longspan.backend("native"):
             assert_close(gated.recur(**given, scale=0.7), exact, ROUNDED)

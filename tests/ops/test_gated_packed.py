@@ -97,7 +97,7 @@ def test_normalized_inside_is_normalized_before(name, decay, delta):
         given["k"] = given["k"] * torch.logspace(-5, 2, n, dtype=dtype)[:, None]  # some as short as the root's 1e-6
         exact = {which: None if t is None else t.double().requires_grad_() for which, t in given.items()}
         q, k = (exact[x] / (exact[x].square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in "qk")
-        outputs = gated.reference(**exact | {"q": q, "k": k}, scale=0.7, mask=None, segments=None)
+        outputs = gated.definition.attend(gated.Recurrence(**exact | {"q": q, "k": k}, scale=0.7))
         generator = torch.Generator().manual_seed(9)
         upstream = [torch.randn(t.shape, generator=generator, dtype=torch.float64).to(dtype).double() for t in outputs]
         leaves = [t for t in exact.values() if t is not None]

@@ -202,10 +202,9 @@ def test_spans_and_chunks_give_one_answer(monkeypatch):
     expected = outcome("reference", given, read_before_decay=True)
     monkeypatch.setattr(chunks, "SPAN", 2 * 2 * 2 * 64)
     assert_close(outcome("torch", given, read_before_decay=True), expected)
-    options = {"mask": None, "segments": None, "scale": 6**-0.5, "early": True}
-    q, k, v, *rest = given.values()
+    r = general.GeneralRecurrence(*given.values(), scale=6**-0.5, early=True)
     for chunk in (1, 2, 8, 32):
-        found = general_chunks.composed(q, k, v, *rest, **options, chunk=chunk)
+        found = general_chunks.composed(r, chunk=chunk)
         assert_close(found, expected[:2])
 
 

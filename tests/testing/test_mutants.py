@@ -7,7 +7,7 @@ from longspan import testing
 from longspan.attention import linear as linear_module
 from longspan.attention import validation as arguments
 from longspan.attention.adaptive_span import AdaptiveSpan
-from longspan.ops import gated, isolated, linear, prefix
+from longspan.ops import isolated, linear, prefix
 from longspan.ops.gated import chunks
 from longspan.ops.linear import causal as spans
 from longspan.ops.linear import composed, recurrence, workspace
@@ -101,8 +101,8 @@ def prefix_blind_to_the_past(cache_, k, v, *, prefix=None, original=kv_cache.ext
     return view._replace(mask=view.mask & (torch.arange(view.keys.shape[2]) > 0)), added
 
 
-def step_in_place(q, k, v, log_decay, beta, state, *, donate, original=gated.step, **options):
-    return original(q, k, v, log_decay, beta, state.detach(), donate=True, **options)
+def step_in_place(r, donate, original=chunks._step):
+    return original(r._replace(state=r.state.detach()), donate=True)
 
 
 def cache_in_place(cache_, k, v, used, donate, original=kv_cache._extend_even):
@@ -202,7 +202,7 @@ MUTANTS = {
         "linear",
         "oracle",
     ),
-    "a state changed in place by a step": (gated, "step", step_in_place, "linear", "state"),
+    "a state changed in place by a step": (chunks, "_step", step_in_place, "linear", "state"),
     "a cache changed in place": (kv_cache, "_extend_even", cache_in_place, "softmax", "state"),
     "a wrong normalizer": (linear, "normalize", mean_instead_of_normalizer, ROTARY, "attention_matrix"),
     "a wrong eps in the quadratic form": (

@@ -27,11 +27,11 @@ class Recurrence(NamedTuple):
     log_decay: Tensor | None  # (B,H,N) or (B,H,N,D)
     beta: Tensor | None  # (B,H,N)
     state: Tensor  # (B,H,D,E), a row per sequence with cu_seqlens
-    mask: Tensor | None  # (B,N)
-    segments: Tensor | None  # (B,N)
-    cu_seqlens: Tensor | None  # (S+1,)
-    scale: float
-    normalize: bool  # divide q and k by their norms
+    mask: Tensor | None = None  # (B,N)
+    segments: Tensor | None = None  # (B,N)
+    cu_seqlens: Tensor | None = None  # (S+1,)
+    scale: float = 1.0
+    normalize: bool = False  # divide q and k by their norms
 
     # The operands with tokens, their axis, and the one in whose shape the output is.
     TOKENS = ("q", "k", "v", "log_decay", "beta")
@@ -55,11 +55,11 @@ class GeneralRecurrence(NamedTuple):
     erase: Tensor
     log_decay: Tensor | None
     state: Tensor
-    mask: Tensor | None
-    segments: Tensor | None
-    cu_seqlens: Tensor | None
-    scale: float
-    early: bool  # read the state before its decay
+    mask: Tensor | None = None
+    segments: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    scale: float = 1.0
+    early: bool = False  # read the state before its decay
 
     TOKENS = ("q", "k", "v", "read", "erase", "log_decay")
     AXIS, OUTPUT = 2, "v"

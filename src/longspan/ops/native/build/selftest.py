@@ -71,7 +71,10 @@ def _gated() -> Comparisons:
         with backend("native"):
             results = _values(partial(gated.recur, **gates), [q, k, v], state, gradients=n > 1)
         exact = {name: t.double() for name, t in gates.items()}
-        right = partial(gated.reference, scale=37**-0.5, mask=None, segments=None, **exact)
+
+        def right(q: Tensor, k: Tensor, v: Tensor, state: Tensor, exact: Any = exact) -> tuple[Tensor, Tensor]:
+            return gated.definition.attend(gated.Recurrence(q, k, v, **exact, state=state, scale=37**-0.5))
+
         expected = _values(right, [t.double() for t in (q, k, v)], state.double(), gradients=n > 1)
         for part, result, definition in zip(PARTS, results, expected, strict=False):
             yield f"the {part} of the delta rule for {n} tokens, decay {shape}", result, definition
@@ -106,8 +109,8 @@ def _general_definition(
 ) -> tuple[Tensor, Tensor]:
     from ...gated import general
 
-    options: dict[str, Any] = {"mask": None, "segments": None, "scale": 37**-0.5, "early": early}
-    return general.reference(q, k, v, gates["read"], gates["erase"], gates["log_decay"], state, **options)
+    r = general.GeneralRecurrence(q, k, v, **gates, state=state, scale=37**-0.5, early=early)
+    return general.general_definition.attend(r)
 
 
 def _convolutions() -> Comparisons:
