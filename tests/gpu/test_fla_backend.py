@@ -191,7 +191,8 @@ def test_kernels_that_fail_their_test_are_not_used(installed, op, wrong, reason)
 
 def operands(given, **marks):
     every = {"beta": None, "state": None} | given | marks
-    return Recurrence(*(every.pop(name) for name in ("query", "key", "value")), **every)
+    q, k, v = (every.pop(name) for name in ("query", "key", "value"))
+    return Recurrence(q, k, v, **every)
 
 
 def test_the_reason_is_recorded(installed, monkeypatch):

@@ -186,6 +186,11 @@ def test_launches_do_not_grow_with_the_number_of_chunks(decay, delta, planned, m
 
 
 def test_inverses_are_as_exact_as_substitution():
+    """Within a tenth of u |T^-1| |T| |T^-1| |b|, the first-order bound of both (Higham 2002, sections 8.1 and 14.2).
+
+    Which of the two is closer to the solution of an ill-conditioned system depends on the processor.
+    """
+
     def keys(like=0.0, norm=1.0):
         found = F.normalize(random(50, 64, 32) + like * random(50, 1, 32, seed=1), dim=-1)
         return norm * found.float()
@@ -204,7 +209,11 @@ def test_inverses_are_as_exact_as_substitution():
         expected = torch.linalg.solve_triangular(triangle.double(), right.double(), **how)
         usual = torch.linalg.solve_triangular(triangle, right, **how).double()
         found = (pairs.inverted(triangle) @ right).double()
-        assert (found - expected).norm() <= 2 * (usual - expected).norm(), name
+        exact = triangle.double() + torch.eye(64, dtype=torch.float64, device=DEVICE)
+        inverse = torch.linalg.inv(exact).abs()
+        bound = torch.finfo(torch.float32).eps / 2 * inverse @ exact.abs() @ inverse @ right.double().abs()
+        for solution in (found, usual):
+            assert (solution - expected).norm() <= 0.1 * bound.norm(), name
 
 
 @pytest.mark.parametrize("width", [1, 2, 8, 64])

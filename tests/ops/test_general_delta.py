@@ -267,7 +267,8 @@ class TestExported:
     def test_the_operation_keeps_the_rules_of_torch(self):
         given = [t.requires_grad_() for t in made(4).values()]
         wanted = ("test_schema", "test_autograd_registration", "test_faketensor")
-        torch.library.opcheck(general.recurrence, (*given, None, None, None, 0.5, True), test_utils=wanted)
+        operation = torch.ops.longspan.general_recurrence
+        torch.library.opcheck(operation, (*given, None, None, None, 0.5, True), test_utils=wanted)
 
 
 class TestRows:
