@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 from longspan.ops import gated, linear
 from longspan.ops.gated import Recurrence, chunks, decay_per_channel, pairs
 from longspan.ops.linear.composed import composed
+from longspan.ops.linear.operands import LinearOperands
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 causal = linear.causally
@@ -89,10 +90,10 @@ def test_linear_attention(feature_map, masked, packed, small):
     state, options = random(2, 3, 4, 6).abs(), {"feature_map": feature_map, "eps": 1e-3, **around(171, masked, packed)}
 
     def form(q, k, v, state):
-        return causal.attend(q, k, v, state=state, chunk=8, **options)
+        return causal.attend(LinearOperands(q, k, v, state, **options, chunk=8))
 
     def definition(q, k, v, state):
-        return composed(q, k, v, state, causal=True, **options)
+        return composed(LinearOperands(q, k, v, state, **options))
 
     parts, spans = causal._plan(q, v, options["segments"], 8)
     assert (len(parts), len(spans)) == (2, 4)
@@ -108,8 +109,7 @@ def test_products_of_bfloat16_lose_no_more_than_those_of_float32(packed, planned
     assert causal._operands(q.half(), v.half()) is causal._operands(q.float(), v.float()) is None
 
     def run(*inputs):
-        found = outcome(lambda q, k, v: causal.attend(q, k, v, **options), inputs)
-        return found
+        return outcome(lambda q, k, v: causal.attend(LinearOperands(q, k, v, None, **options)), inputs)
 
     expected, rounded = run(q.double(), k.double(), v.double()), run(q, k, v)
     monkeypatch.setattr(causal, "_operands", lambda q, v: None)
@@ -128,7 +128,7 @@ def test_linear_attention_takes_at_most_four_times_the_memory_of_its_inputs(shap
         q, k, v = (torch.empty(shape, dtype=dtype) for _ in range(3))
         segments = torch.empty(shape[0], shape[2], dtype=torch.long) if packed else None
         before = work.bytes()
-        causal._forward(q, k, v, None, None, segments, "elu", 1e-6, causal.WIDE)
+        causal._forward(LinearOperands(q, k, v, None, None, segments, "elu", 1e-6, chunk=causal.WIDE), True)
     assert work.peak <= 4 * before
     parts, spans = causal._plan(q, v, segments, causal.WIDE)
     assert work.launches <= 100 * len(parts) * len(spans)

@@ -209,14 +209,14 @@ def test_half_precision(causal, feature_map, dtype):
 
 def test_digits_that_the_output_lost_are_kept_for_gradients_only():
     from longspan.ops.linear import triton
+    from longspan.ops.linear.operands import LinearOperands
 
     q, k, v, state = (t.bfloat16() for t in data(20))
     kept = []
     for leaf in (q.detach(), q.detach().requires_grad_()):
         pack = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
-        options = {"causal": True, "feature_map": "elu", "eps": 1e-6}
         with pack:
-            o, _ = triton.attend(leaf, k, v, state=state.float(), **options)
+            o, _ = triton.attend(LinearOperands(leaf, k, v, state.float(), None, None, "elu", 1e-6))
         with longspan.backend("reference"):
             right = longspan.linear_attention(*(t.double() for t in (q, k, v)), state=state.double())
         assert leaf.requires_grad == bool(kept)

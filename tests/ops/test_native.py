@@ -43,7 +43,7 @@ def counted(monkeypatch):
             calls.append(1)
         return found
 
-    monkeypatch.setattr(linear.native, "step", counting)
+    monkeypatch.setitem(linear.FORMS.table, "native", linear.FORMS.table["native"]._replace(step=counting))
     return calls
 
 

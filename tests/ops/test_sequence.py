@@ -339,9 +339,12 @@ class TestCompilers:
         options = arguments(kind, 37)
         state = state if options else None
         given = state, options.get("mask"), options.get("segments")
-        torch.library.opcheck(linear.native._forward_op, (q, k, v, *given, "elu", EPS))
-        o, _, below = linear.native._forward_op(q, k, v, *given, "elu", EPS)
-        torch.library.opcheck(linear.native._backward_op, (grad, grad_state, q, k, v, *given, o, below, "elu", EPS))
+        given = (q, k, v, *given, "elu", EPS, True, 0)
+        operations = torch.ops.longspan
+        torch.library.opcheck(operations.linear_forward, (*given, True))
+        o, _, below = operations.linear_forward(*given, True)
+        needed = [True] * 3 + [state is not None]
+        torch.library.opcheck(operations.linear_backward, (grad, grad_state, *given, o, below, needed))
 
 
 class TestWhatItCannotServe:

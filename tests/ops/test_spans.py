@@ -10,6 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from longspan import backend
 from longspan.ops import buffers, linear
 from longspan.ops.linear import features, workspace
+from longspan.ops.linear.operands import LinearOperands
 
 EPS = 1e-3  # large enough to be seen
 D, E = 3, 5
@@ -42,12 +43,12 @@ def definition(q, k, v, state=None, *, feature_map="elu", causal=True, mask=None
     return linear.matrix(fq, fk, allowed, eps=EPS) @ v, sums
 
 
-def causal(q, k, v, state=None, *, feature_map="elu", chunk=7, **options):
-    return linear.causally.attend(q, k, v, feature_map=feature_map, eps=EPS, state=state, chunk=chunk, **options)
+def causal(q, k, v, state=None, *, feature_map="elu", chunk=7, mask=None, segments=None):
+    return linear.causally.attend(LinearOperands(q, k, v, state, mask, segments, feature_map, EPS, chunk=chunk))
 
 
-def bidirectional(q, k, v, *, feature_map="elu", **options):
-    return linear.bidirectional.attend(q, k, v, feature_map=feature_map, eps=EPS, **options)
+def bidirectional(q, k, v, *, feature_map="elu", mask=None, segments=None):
+    return linear.bidirectional.attend(LinearOperands(q, k, v, None, mask, segments, feature_map, EPS, causal=False))
 
 
 def gradients(outputs, inputs) -> tuple[Tensor, ...]:

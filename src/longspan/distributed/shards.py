@@ -27,6 +27,7 @@ from ..ops import shards as hook
 from ..ops.gated.decays import LOWEST
 from ..ops.gated.operands import Recurrence
 from ..ops.linear import stabilized
+from ..ops.linear.operands import LinearOperands
 from ..ops.operands import zero_masked
 from ..ops.tensors import unit, upcast_half
 from ..patterns import Pattern
@@ -103,15 +104,14 @@ class ShardsOf:
         return self.layout.joined(state)
 
     def linear(
-        self, run: Recur, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, state: Tensor | None, **options: Any
+        self, run: Callable[[LinearOperands], tuple[Tensor, Tensor]], r: LinearOperands
     ) -> tuple[Tensor, Tensor]:
-        _refuse(bidirectional=not causal or None)
-        with hook.use_shards(None):
-            kept = {"feature_map": options["feature_map"], "eps": options["eps"], "mask": self.layout.ending}
-            # One query is enough to ask for the sums.
-            _, own = run(q[:, :, :1], k, v, causal=False, **kept)
-        state = torch.zeros_like(own) if state is None else state
-        return _alone(run, q, k, v, causal=True, state=self._fold(state, own, None), **options)
+        _refuse(bidirectional=not r.causal or None)
+        # One query is enough to ask for the sums.
+        bare = r._replace(q=r.q[:, :, :1], state=None, mask=self.layout.ending, segments=None, causal=False)
+        _, own = _alone(run, bare)
+        state = torch.zeros_like(own) if r.state is None else r.state
+        return _alone(run, r._replace(state=self._fold(state, own, None)))
 
     def stabilized(
         self,

@@ -14,7 +14,7 @@ from .operands import double_backward
 
 R = TypeVar("R", bound=tuple[Any, ...])
 
-TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", int: "int"}
+TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", int: "int", str: "str"}
 
 
 def _fields(operands: type[tuple[Any, ...]]) -> tuple[str, int]:
@@ -46,6 +46,7 @@ def kernel(
     inputs: int,
     kept: int,
     outputs: int = 2,
+    saves: int = 0,
     gradient_shapes: Callable[[R], Sequence[Tensor | None]] | None = None,
 ) -> Callable[[R], Any]:
     """Return ``forward`` as a differentiable function, one operation each way in the graphs of torch.compile.
@@ -61,6 +62,7 @@ def kernel(
         inputs: How many operands may have gradients. They come first; the last of them is the state, if there is one.
         kept: How many tensors ``forward`` returns after the outputs.
         outputs: How many outputs there are.
+        saves: How many of them the backward pass takes, before what ``forward`` kept.
         gradient_shapes: Allocates the gradients of all inputs; None for tensors like the inputs, with a contiguous one
             for the last.
 
@@ -68,6 +70,7 @@ def kernel(
         A function of the operands. It returns the outputs.
     """
     fields, tensors = _fields(operands)
+    more = saves + kept
 
     def forward_flat(*given: Any) -> tuple[Tensor, ...]:
         *numbers, keeps = given
@@ -79,7 +82,7 @@ def kernel(
 
     def unpacked(given: Sequence[Any]) -> tuple[R, Sequence[Tensor], Sequence[Tensor], Sequence[bool]]:
         grads, rest, needed = given[:outputs], given[outputs:-1], given[-1]
-        return operands(*rest[: len(rest) - kept]), grads, rest[len(rest) - kept :], needed
+        return operands(*rest[: len(rest) - more]), grads, rest[len(rest) - more :], needed
 
     def backward_flat(*given: Any) -> list[Tensor]:
         r, grads, saved, needed = unpacked(given)
@@ -94,7 +97,7 @@ def kernel(
 
     several = ", ".join(["Tensor"] * (outputs + kept))
     above = ", ".join(f"Tensor grad{i}" for i in range(outputs))
-    saved = ", ".join(f"Tensor kept{i}" for i in range(kept))
+    saved = ", ".join(f"Tensor kept{i}" for i in range(more))
     forward_op = _operation(f"{name}_forward", f"({fields}, bool keeps) -> ({several})", forward_flat, forward_shapes)
     backward_op = _operation(
         f"{name}_backward", f"({above}, {fields}, {saved}, bool[] needed) -> Tensor[]", backward_flat, backward_shapes
@@ -102,28 +105,30 @@ def kernel(
 
     class Function(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, *given: Any) -> Any:
+        def forward(ctx: Any, *numbers: Any) -> Any:
+            *given, keeps = numbers
             run = forward_op if torch.compiler.is_compiling() else forward_flat
-            found = run(*given, any(ctx.needs_input_grad))
-            ctx.save_for_backward(*given[:tensors], *found[outputs:])
+            found = run(*given, keeps)
+            ctx.save_for_backward(*given[:tensors], *found[:saves], *found[outputs:])
             ctx.numbers = given[tensors:]
             return found[:outputs] if outputs > 1 else found[0]
 
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
             saved, needed = ctx.saved_tensors, list(ctx.needs_input_grad[:inputs])
-            given, more = saved[:tensors], saved[tensors:]
+            given, also = saved[:tensors], saved[tensors:]
             if torch.is_grad_enabled():
                 rest = (*given[inputs:], *ctx.numbers)
                 found = double_backward(lambda *t: again(operands(*t, *rest)), given[:inputs], grads)
             else:
                 run = backward_op if torch.compiler.is_compiling() else backward_flat
-                made = iter(run(*grads, *given, *ctx.numbers, *more, needed))
+                made = iter(run(*grads, *given, *ctx.numbers, *also, needed))
                 found = [next(made) if t is not None and need else None for t, need in zip(given, needed, strict=False)]
-            return (*found, *[None] * (len(given) - inputs + len(ctx.numbers)))
+            return (*found, *[None] * (len(given) - inputs + len(ctx.numbers) + 1))
 
     def call(r: R) -> Any:
-        return Function.apply(*r)
+        grows = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in r[:inputs])
+        return Function.apply(*r, grows)
 
     return call
 

@@ -1,7 +1,8 @@
 """The forms of an operation, in a table by backend, and the choice of the one that serves a call.
 
 The operands of a family are one NamedTuple, which all of its forms take. It names the operands that have tokens,
-``TOKENS``, their axis ``AXIS``, the operand in whose shape the output is, ``OUTPUT``, and what it computes, ``op``.
+``TOKENS``, their axis ``AXIS``, the operand in whose shape the output is, ``OUTPUT``, what it computes, ``op``, and
+whether the call is one token after a state, ``token``.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,6 +35,8 @@ class Forms(NamedTuple):
     """by backend: kernels in the order of preference, then ``torch`` and ``reference``"""
     exported: Callable[[Any], Result]
     """the operation that stands for all of them in an exported program"""
+    prefers_step: bool = False
+    """whether the step in torch is faster for one token than whole sequences by kernels"""
 
     @property
     def served(self) -> tuple[str, ...]:
@@ -55,13 +58,13 @@ def serve(forms: Forms, r: Any, donate: bool = False, declined: bool = False) ->
     """
     if torch.compiler.is_exporting():
         return forms.exported(r)
-    table, token = forms.table, is_token(r)
-    if token and r.mask is None and not declined and (found := step(forms, r, donate)) is not None:
+    table = forms.table
+    if r.token and r.mask is None and not declined and (found := step(forms, r, donate)) is not None:
         return found
     r = resolved(r)
     why_not = {name: form.why_not(r) for name, form in table.items() if form.why_not is not None}
-    single = table["torch"].step if token else None
-    name = choose_backend(r.op, forms.served, why_not, prefer="" if single is None else "torch")
+    single = table["torch"].step if r.token else None
+    name = choose_backend(r.op, forms.served, why_not, prefer="torch" if r.token and forms.prefers_step else "")
     if single is not None and name == "torch" and getattr(r, r.OUTPUT).numel():
         # A single token belongs to the segment of the state.
         found = single(r, donate and not transformed())
@@ -79,11 +82,6 @@ def step(forms: Forms, r: Any, donate: bool) -> Result | None:
         return None
     log_backend(r.op, name)
     return found
-
-
-def is_token(r: Any) -> bool:
-    """Return whether the call has one token for each state."""
-    return getattr(r, r.OUTPUT).shape[r.AXIS] == 1 and r.cu_seqlens is None
 
 
 def resolved(r: Any) -> Any:

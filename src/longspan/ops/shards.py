@@ -23,8 +23,8 @@ class Shards(Protocol):
         """Return ``run(r)``, which is ``gated.serve``, after the state before this shard."""
         ...
 
-    def linear(self, run: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> Any:
-        """Return ``run``, which is ``linear.named``, after the sums before this shard."""
+    def linear(self, run: Callable[[Any], tuple[Tensor, Tensor]], r: Any) -> tuple[Tensor, Tensor]:
+        """Return ``run(r)``, which is ``linear.serve``, after the sums before this shard."""
         ...
 
     def stabilized(self, run: Callable[..., tuple[Tensor, Any]], *args: Any, **kwargs: Any) -> Any:

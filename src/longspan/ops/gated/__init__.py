@@ -337,6 +337,7 @@ FORMS = Forms(
         "reference": Form(definition.attend),
     },
     exported("recurrence", Recurrence, serve, inputs=6, like=2),
+    prefers_step=True,
 )
 
 

@@ -201,6 +201,7 @@ FORMS = Forms(
         "reference": Form(general_definition.attend),
     },
     exported("general_recurrence", GeneralRecurrence, serve, inputs=7, like=2),
+    prefers_step=True,
 )
 
 

@@ -38,6 +38,11 @@ class Recurrence(NamedTuple):
     AXIS, OUTPUT = 2, "v"
 
     @property
+    def token(self) -> bool:
+        """Whether the call has one token for each state."""
+        return self.q.shape[2] == 1 and self.cu_seqlens is None
+
+    @property
     def op(self) -> str:
         """What the operands compute, for messages."""
         if self.beta is not None:
@@ -64,6 +69,11 @@ class GeneralRecurrence(NamedTuple):
     TOKENS = ("q", "k", "v", "read", "erase", "log_decay")
     AXIS, OUTPUT = 2, "v"
     op = "the general delta rule"
+
+    @property
+    def token(self) -> bool:
+        """Whether the call has one token for each state."""
+        return self.q.shape[2] == 1 and self.cu_seqlens is None
 
 
 def first_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:

@@ -7,11 +7,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from .. import prefix
+from .. import forms, prefix
 from ..arguments import check_mask, check_segments, check_state, describe
-from ..backends import choose_backend, log_backend, resolve_backend
+from ..forms import Form, Forms
 from ..isolated import Packed, Part, isolated
-from ..native import call
 from ..operands import check_donation, check_eps, check_stored, materialize_neg, same_device, transformed, zero_masked
 from ..packed import check_packed
 from ..shards import active_shards
@@ -20,8 +19,7 @@ from . import bidirectional, composed, native, recurrence, triton
 from . import causal as causally
 from .features import MAPS, FeatureMap, divisors
 from .features import feature_map as choose
-
-OP, SERVED = "linear attention", ("reference", "torch", "native", "triton")
+from .operands import LinearOperands
 
 
 @overload
@@ -126,7 +124,7 @@ def linear_attention(
     unpacked = segments is None and cu_seqlens is None
     if causal and mask is None and unpacked and state is not None and isinstance(feature_map, str):
         # Fast path for one-token decoding, which validates its own shapes.
-        found = _token(query, key, value, state, feature_map, eps, donate)
+        found = forms.step(FORMS, LinearOperands(query, key, value, state, None, None, feature_map, eps), donate)
         if found is not None:
             return found if return_state else found[0]
     sequences = _check(query, key, value, causal, mask, segments, cu_seqlens, state)
@@ -206,63 +204,41 @@ def named(
     Raises:
         ValueError: a forced backend cannot serve the call.
     """
+    r = LinearOperands(q, k, v, state, mask, segments, feature_map, eps, causal)
     if (shards := active_shards()) is not None:
-        options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
-        return shards.linear(named, q, k, v, causal=causal, state=state, **options)
-    if causal and torch.compiler.is_exporting():
-        phi = MAPS[feature_map]
-        return attend(
-            phi(upcast_half(q)), phi(upcast_half(k)), v, causal=True, eps=eps, mask=mask, segments=segments, state=state
-        )
-    token = causal and mask is None and state is not None and q.shape[2] == 1
-    if token and state is not None and (found := _token(q, k, v, state, feature_map, eps, donate)) is not None:
-        return found
-    q, k, v, state = materialize_neg(q, k, v, state)
-    why_not = {
-        "triton": triton.why_not(q, k, v, state, mask, segments, causal=causal),
-        "native": call.why_not(q, k, v, state, mask, segments, family="linear")
-        if causal
-        else "they are for causal attention",
-    }
-    options = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
-    match choose_backend(OP, SERVED, why_not):
-        case "triton":
-            return triton.attend(q, k, v, state=state, causal=causal, **options)
-        case "native":
-            return native.Attend.apply(q, k, v, state, mask, segments, feature_map, eps)  # pyright: ignore[reportReturnType] (torch types it as Any | None)
-        case "torch" if transformed():
-            return composed.composed(q, k, v, state, causal=causal, **options)
-        case "torch" if causal and not token:
-            return causally.attend(q, k, v, state=state, **options)
-        case "torch" if not causal:
-            return bidirectional.attend(q, k, v, **options)
-        case _:
-            phi = MAPS[feature_map]
-            return attend(
-                phi(upcast_half(q)),
-                phi(upcast_half(k)),
-                v,
-                causal=causal,
-                eps=eps,
-                mask=mask,
-                segments=segments,
-                state=state,
-                donate=donate,
-            )
+        return shards.linear(serve, r)
+    return serve(r, donate)
 
 
-def _token(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, feature_map: str, eps: float, donate: bool
-) -> tuple[Tensor, Tensor] | None:
-    """Return the token step of the backend: ``native.step``, ``triton.step``, or None for others."""
-    steps = {"native": native.step, "triton": triton.step}
-    chosen = resolve_backend(OP, SERVED, "triton" if q.is_cuda else "native")
-    if chosen not in steps:
-        return None
-    found = steps[chosen](q, k, v, state, feature_map=feature_map, eps=eps, donate=donate)
-    if found is not None:
-        log_backend(OP, chosen)
-    return found
+def serve(r: LinearOperands, donate: bool = False) -> tuple[Tensor, Tensor]:
+    """Compute checked operands by the fastest form. Raises ValueError if a forced backend cannot serve the call."""
+    if torch.compiler.is_exporting() and not r.causal:
+        return bidirectional.attend(r)
+    return forms.serve(FORMS, r, donate)
+
+
+def _by_features(r: LinearOperands, donate: bool = False) -> tuple[Tensor, Tensor]:
+    """``attend`` on the features of queries and keys."""
+    phi = MAPS[r.feature_map]
+    options: dict[str, Any] = {"causal": r.causal, "eps": r.eps, "mask": r.mask, "segments": r.segments}
+    return attend(phi(upcast_half(r.q)), phi(upcast_half(r.k)), r.v, **options, state=r.state, donate=donate)
+
+
+def _in_torch(r: LinearOperands) -> tuple[Tensor, Tensor]:
+    if transformed():
+        return composed.composed(r)
+    return causally.attend(r) if r.causal else bidirectional.attend(r)
+
+
+FORMS = Forms(
+    {
+        "triton": Form(triton.attend, triton.why_not, triton.step),
+        "native": Form(native.attend, native.why_not, native.step),
+        "torch": Form(_in_torch, step=_by_features),
+        "reference": Form(_by_features),
+    },
+    exported=_by_features,
+)
 
 
 def attend(

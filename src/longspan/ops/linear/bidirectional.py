@@ -1,79 +1,32 @@
 """Bidirectional linear attention: two products on queries and keys before the feature map, span by span."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..buffers import Buffers, fresh_like
-from ..operands import double_backward
+from ..custom_ops import kernel
 from ..segments import cut
 from .composed import composed
 from .features import divisors
+from .operands import LinearOperands
 from .workspace import BUDGET, Rows, groups, outputs
 
 SHORT = 256  # tokens up to which plain operations are used, since they are fewer
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    feature_map: str,
-    eps: float,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+def attend(r: LinearOperands) -> tuple[Tensor, Tensor]:
     """Normalized linear attention where every query reads all keys, or all keys of its segment.
 
     Time is O((N + M) D E). Beyond inputs, output and gradients, memory is that of one span, except for packed
-    sequences.
-
-    Args:
-        q: (B,H,N,D), before the feature map, of any strides.
-        k: (B,H,M,D), before the feature map.
-        v: (B,H,M,E), of the same dtype.
-        feature_map: A name in ``features.MAPS``.
-        eps: Added to the denominator.
-        mask: (B,M) bool, as in ``causal.attend``.
-        segments: (B,M) int64, as in ``causal.attend``; requires N = M.
-
-    Returns:
-        o (B,H,N,E) in v's dtype and the sums (B,H,D,E+1) over all keys.
+    sequences. The second result are the sums (B,H,D,E+1) over all keys.
 
     References:
         Katharopoulos et al. 2020 (2006.16236), eqs 4-6.
     """
-    if segments is not None or max(q.shape[2], k.shape[2]) <= SHORT or k.shape[2] == 0 or q.shape[2] == 0:
-        return composed(q, k, v, causal=False, feature_map=feature_map, eps=eps, mask=mask, segments=segments)
-    return _Whole.apply(q, k, v, mask, feature_map, eps)
-
-
-class _Whole(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, feature_map: str, eps: float
-    ) -> tuple[Tensor, Tensor]:
-        # One operation for torch.compile, since tracing its inside gains nothing.
-        run = _forward_op if torch.compiler.is_compiling() else _forward
-        o, sums, below = run(q, k, v, mask, feature_map, eps)
-        ctx.save_for_backward(q, k, v, mask, o, sums, below)
-        ctx.options = feature_map, eps
-        return o, sums
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        grad, grad_sums = upstream
-        q, k, v, mask, o, sums, below = ctx.saved_tensors
-        feature_map, eps = ctx.options
-        if torch.is_grad_enabled():
-            options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "mask": mask}
-            grads = double_backward(composed, (q, k, v), (grad, grad_sums), causal=False, **options)
-        else:
-            run = _backward_op if torch.compiler.is_compiling() else _backward
-            grads = run(grad, grad_sums, q, k, v, mask, o, sums, below, feature_map)
-        return (*grads, None, None, None)
+    n, m = r.q.shape[2], r.k.shape[2]
+    return composed(r) if r.segments is not None or max(n, m) <= SHORT or m == 0 or n == 0 else _attend(r)
 
 
 def _plan(
@@ -87,10 +40,9 @@ def _plan(
     return groups(batch, tokens // max(n, m)), cut(n, tokens, 1), cut(m, tokens, 1)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, feature_map: str, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(r: LinearOperands, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the sums (B,H,D,E+1), denominators (B,H,N,1)."""
+    q, k, v, _, mask, _, feature_map, eps, *_ = r
     o, totals, below = outputs(q, v)
     buffers, (parts, q_spans, k_spans) = Buffers(totals), _plan(q, k, v)
     d, e = q.shape[-1], v.shape[-1]
@@ -121,18 +73,10 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor,
-    grad_sums: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    o: Tensor,
-    totals: Tensor,
-    below: Tensor,
-    feature_map: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v from those of o and of the sums."""
+    r: LinearOperands, grads: Sequence[Tensor], kept: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    q, k, v, _, mask, _, feature_map, *_ = r
+    (grad, grad_sums), (o, totals, below) = grads, kept
     dq, dk, dv = fresh_like(q), fresh_like(k), fresh_like(v)
     buffers, (parts, q_spans, k_spans) = Buffers(totals), _plan(q, k, v)
     d, e = q.shape[-1], v.shape[-1]
@@ -164,31 +108,18 @@ def _backward(
                 found = rows.tokens("change", d)
                 found.copy_(keys_change.expand_as(found)).baddbmm_(values, across)
                 rows.store("k", found, features)
-    return dq, dk, dv
+    return [dq, dk, dv, None]
 
 
-_forward_op = torch.library.custom_op("longspan::whole_forward", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("longspan::whole_backward", _backward, mutates_args=())
-
-
-@_forward_op.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, feature_map: str, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return outputs(q, v)
-
-
-@_backward_op.register_fake
-def _(
-    grad: Tensor,
-    grad_sums: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    o: Tensor,
-    totals: Tensor,
-    below: Tensor,
-    feature_map: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+# One operation for torch.compile, since tracing its inside gains nothing.
+_attend = kernel(
+    "whole",
+    LinearOperands,
+    _forward,
+    _backward,
+    shapes=lambda r, keeps: outputs(r.q, r.v),
+    again=composed,
+    inputs=4,
+    kept=1,
+    saves=2,
+)

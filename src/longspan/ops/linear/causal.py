@@ -8,16 +8,18 @@ o, the denominators and one state per span, and recomputes the rest.
 (R,C,D); the states before the chunks and after the last are ((G+1) B H,D,E). Products need no copies in this layout.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..buffers import Buffers, fresh_like
-from ..operands import double_backward
+from ..custom_ops import kernel
 from ..segments import cut
 from .composed import composed, quadratic
 from .features import divisors
+from .operands import LinearOperands
 from .workspace import Rows, groups, narrow_products, outputs
 
 # Tokens whose products form one small matrix: in half as many, half as much is computed in vain, and twice as many
@@ -35,18 +37,7 @@ PACKED = 128
 PARTS, LEAST, MOST = 6, 2**15, 2**18
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    feature_map: str,
-    eps: float,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    state: Tensor | None = None,
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:
+def attend(r: LinearOperands) -> tuple[Tensor, Tensor]:
     """Causal, normalized linear attention: o_t = S_t^T phi(q_t) / (z_t . phi(q_t) + eps).
 
     Time is O(N (D E + C (D + E))). Beyond inputs, output and gradients, memory is that of one span, and of D E numbers
@@ -55,65 +46,15 @@ def attend(
     2 (C + D E / (D + E)) tokens use the quadratic form, on a GPU only small ones, since it takes more memory. Up to
     half of that, it needs fewer operations than the chunks; up to all of that, it is faster because it has fewer steps.
 
-    Args:
-        q: (B,H,N,D), before the feature map, of any strides.
-        k: (B,H,N,D), before the feature map.
-        v: (B,H,N,E), of the same dtype.
-        feature_map: A name in ``features.MAPS``.
-        eps: Added to the denominator.
-        mask: (B,N) bool, True = a real token. Keys and values of masked tokens are ignored, even if not finite.
-        segments: (B,N) int64, packed sequences, as in ``recurrence.scan``.
-        state: (B,H,D,E+1), whose last column is z, or None for zeros.
-        chunk: Tokens of a chunk; None chooses by the device and processor.
-
-    Returns:
-        o (B,H,N,E) in v's dtype and the state (B,H,D,E+1) in float32 or float64.
-
     References:
         Katharopoulos et al. 2020 (2006.16236), eqs 8-15.
     """
-    n, d, e = *q.shape[2:], v.shape[-1]
-    chunk = chunk or (WIDE if _on_gpu(q) else CHUNK)
-    small = not _on_gpu(q) or q.shape[0] * q.shape[1] * n <= LEAST
+    n, d, e = *r.q.shape[2:], r.v.shape[-1]
+    chunk = r.chunk or (WIDE if _on_gpu(r.q) else CHUNK)
+    small = not _on_gpu(r.q) or r.q.shape[0] * r.q.shape[1] * n <= LEAST
     if small and n * (d + e) <= 2 * (chunk * (d + e) + d * e):
-        return quadratic(q, k, v, state, feature_map, eps, mask, segments)
-    return _Attend.apply(q, k, v, state, mask, segments, feature_map, eps, chunk)
-
-
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: Tensor | None,
-        mask: Tensor | None,
-        segments: Tensor | None,
-        feature_map: str,
-        eps: float,
-        chunk: int,
-    ) -> tuple[Tensor, Tensor]:
-        # One operation for torch.compile, since tracing its inside gains nothing.
-        run = _forward_op if torch.compiler.is_compiling() else _forward
-        o, end, below, starts = run(q, k, v, state, mask, segments, feature_map, eps, chunk)
-        ctx.save_for_backward(q, k, v, state, mask, segments, o, below, starts)
-        ctx.options = feature_map, eps, chunk
-        return o, end
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        grad, grad_end = upstream
-        q, k, v, state, mask, segments, o, below, starts = ctx.saved_tensors
-        feature_map, eps, chunk = ctx.options
-        if torch.is_grad_enabled():
-            options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
-            grads = double_backward(composed, (q, k, v, state), (grad, grad_end), causal=True, **options)
-        else:
-            run = _backward_op if torch.compiler.is_compiling() else _backward
-            *grads, before = run(grad, grad_end, q, k, v, state, mask, segments, o, below, starts, feature_map, chunk)
-            grads.append(None if state is None else before)
-        return (*grads, None, None, None, None, None)
+        return quadratic(r)
+    return _attend(r._replace(chunk=chunk))
 
 
 def _on_gpu(x: Tensor) -> bool:
@@ -145,18 +86,9 @@ def _plan(q: Tensor, v: Tensor, segments: Tensor | None, chunk: int) -> tuple[li
     return groups(batch, tokens // (spans[0][1] * spans[0][2])), spans
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    feature_map: str,
-    eps: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _forward(r: LinearOperands, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E+1), denominators (B,H,N,1), the state before each span but the first."""
+    q, k, v, state, mask, segments, feature_map, eps, _, chunk = r
     o, end, below = outputs(q, v)
     end.copy_(state) if state is not None else end.zero_()
     parts, spans = _plan(q, v, segments, chunk)
@@ -201,21 +133,11 @@ def _forward_span(rows: Rows, span: tuple[int, int, int], end: Tensor, eps: floa
 
 
 def _backward(
-    grad: Tensor,
-    grad_end: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    o: Tensor,
-    below: Tensor,
-    starts: Tensor,
-    feature_map: str,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and the first state from those of o and the last state, last span first."""
+    r: LinearOperands, grads: Sequence[Tensor], kept: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    """Return the gradients of q, k, v and the first state, last span first."""
+    q, k, v, state, mask, segments, feature_map, _, _, chunk = r
+    (grad, grad_end), (o, below, starts) = grads, kept
     dq, dk, dv = fresh_like(q), fresh_like(k), fresh_like(v)
     before = grad_end.clone(memory_format=torch.contiguous_format)
     parts, spans = _plan(q, v, segments, chunk)
@@ -228,7 +150,7 @@ def _backward(
             for i in reversed(range(len(spans))):
                 start = starts[i - 1] if i > 0 else state
                 _backward_span(rows, spans[i], None if start is None else start[part].flatten(0, 1), after)
-    return dq, dk, dv, before if state is None else before.to(state.dtype)
+    return [dq, dk, dv, before if state is None else before.to(state.dtype)]
 
 
 def _backward_span(rows: Rows, span: tuple[int, int, int], start: Tensor | None, after: Tensor) -> None:
@@ -278,42 +200,21 @@ def _backward_span(rows: Rows, span: tuple[int, int, int], start: Tensor | None,
     rows.at("dv").copy_(rows.wide(dv))
 
 
-_forward_op = torch.library.custom_op("longspan::spans_forward", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("longspan::spans_backward", _backward, mutates_args=())
-
-
-@_forward_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    feature_map: str,
-    eps: float,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    o, end, below = outputs(q, v)
-    _, spans = _plan(q, v, segments, chunk)
+def _shapes(r: LinearOperands, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    o, end, below = outputs(r.q, r.v)
+    _, spans = _plan(r.q, r.v, r.segments, r.chunk)
     return o, end, below, end.new_empty(len(spans) - 1, *end.shape)
 
 
-@_backward_op.register_fake
-def _(
-    grad: Tensor,
-    grad_end: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    o: Tensor,
-    below: Tensor,
-    starts: Tensor,
-    feature_map: str,
-    chunk: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    before = torch.empty_like(grad_end, memory_format=torch.contiguous_format)
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), before if state is None else before.to(state)
+# One operation for torch.compile, since tracing its inside gains nothing.
+_attend = kernel(
+    "spans",
+    LinearOperands,
+    _forward,
+    _backward,
+    shapes=_shapes,
+    again=composed,
+    inputs=4,
+    kept=2,
+    saves=1,
+)

@@ -7,56 +7,39 @@ from torch import Tensor
 from ..operands import zero_masked
 from . import recurrence
 from .features import MAPS, divisors
+from .operands import LinearOperands
 
 
-def composed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None = None,
-    *,
-    causal: bool,
-    feature_map: str,
-    eps: float,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Linear attention as in ``causal``, from operations with derivatives of any order."""
-    with torch.autocast(q.device.type, enabled=False):
-        fq, fk, values = _mapped(q, k, v, feature_map, mask)
-        if not causal and segments is None:
+def composed(r: LinearOperands) -> tuple[Tensor, Tensor]:
+    """Linear attention from operations with derivatives of any order."""
+    segments, state, eps = r.segments, r.state, r.eps
+    with torch.autocast(r.q.device.type, enabled=False):
+        fq, fk, values = _mapped(r)
+        if not r.causal and segments is None:
             sums, keys = fk.mT @ values, fk.sum(-2)[..., None]
-            return ((fq @ sums) / divisors(fq @ keys + eps)).to(v.dtype), torch.cat([sums, keys], -1)
+            return ((fq @ sums) / divisors(fq @ keys + eps)).to(r.v.dtype), torch.cat([sums, keys], -1)
         values = F.pad(values, (0, 1), value=1.0)
-        if causal:
+        if r.causal:
             read, state = recurrence.scan(fq, fk, values, state, segments=segments)
         else:
             read, state = recurrence.total(fq, fk, values, segments)
-        return (read[..., :-1] / divisors(read[..., -1:] + eps)).to(v.dtype), state
+        return (read[..., :-1] / divisors(read[..., -1:] + eps)).to(r.v.dtype), state
 
 
-def _mapped(q: Tensor, k: Tensor, v: Tensor, feature_map: str, mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    phi, wide = MAPS[feature_map], torch.promote_types(q.dtype, torch.float32)
-    fq, fk, values = phi(q.to(wide)), phi(k.to(wide)), v.to(wide)
-    if mask is not None:
+def _mapped(r: LinearOperands) -> tuple[Tensor, Tensor, Tensor]:
+    phi, wide = MAPS[r.feature_map], torch.promote_types(r.q.dtype, torch.float32)
+    fq, fk, values = phi(r.q.to(wide)), phi(r.k.to(wide)), r.v.to(wide)
+    if r.mask is not None:
         # phi(0) is not 0, so padding is removed after the feature map, not before.
-        fk, values = zero_masked(mask, fk, values)
+        fk, values = zero_masked(r.mask, fk, values)
     return fq, fk, values
 
 
-def quadratic(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    feature_map: str,
-    eps: float,
-    mask: Tensor | None,
-    segments: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Linear attention from the full matrix of products; arguments as in ``causal.attend``."""
-    with torch.autocast(q.device.type, enabled=False):
-        fq, fk, values = _mapped(q, k, v, feature_map, mask)
+def quadratic(r: LinearOperands) -> tuple[Tensor, Tensor]:
+    """Causal linear attention from the full matrix of products."""
+    state, segments = r.state, r.segments
+    with torch.autocast(r.q.device.type, enabled=False):
+        fq, fk, values = _mapped(r)
         weights, read, written = (fq @ fk.mT).tril(), fq, fk
         if segments is not None:
             weights = weights * (segments[:, None, :, None] == segments[:, None, None, :])
@@ -69,4 +52,4 @@ def quadratic(
             if segments is not None:
                 state = state * (segments[:, :1] == segments[:, -1:]).all(-1)[:, None, None, None]
             end = end + state
-        return (above / divisors(below + eps)).to(v.dtype), end
+        return (above / divisors(below + r.eps)).to(r.v.dtype), end

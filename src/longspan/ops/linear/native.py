@@ -1,73 +1,30 @@
 """Causal linear attention in C++: whole sequences, forward and backward, and one token."""
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..buffers import fresh_like
-from ..native import build
+from ..custom_ops import kernel
+from ..native import build, call
 from ..native.build.openmp import threads
 from ..native.call import HALVES, LARGEST, MAPS, TYPES, kernels, pointers, readable, strides
-from ..operands import double_backward, mark_overwritten, stored
+from ..operands import mark_overwritten, stored
 from .composed import composed
+from .operands import LinearOperands
 
 
-class Attend(torch.autograd.Function):
-    """``causal.attend`` in C++: ``Attend.apply(q, k, v, state, mask, segments, feature_map, eps)`` -> o, state.
-
-    q, k (B,H,N,D) before the feature map, v (B,H,N,E), any strides, float32 or bfloat16 -> o (B,H,N,E) with dtype and
-    strides of v, state (B,H,D,E+1) float32. All sums are in float32. Time is O(N (D E + 32 (D + E))). Beyond inputs,
-    output and gradients, memory is that of two states per thread and head. The backward pass saves q, k, v, o and the
-    denominators (B,H,N). Results are reproducible bit for bit with the same number of threads. Only for operands for
-    which ``call.why_not`` is empty. Raises MemoryError if the states cannot be allocated.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: Tensor | None,
-        mask: Tensor | None,
-        segments: Tensor | None,
-        feature_map: str,
-        eps: float,
-    ) -> tuple[Tensor, Tensor]:
-        # One operation for torch.compile; eager calls skip the dispatch of the operation.
-        run = _forward_op if torch.compiler.is_compiling() else _forward
-        o, end, below = run(q, k, v, state, mask, segments, feature_map, eps)
-        ctx.save_for_backward(q, k, v, state, mask, segments, o, below)
-        ctx.options = feature_map, eps
-        return o, end
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        grad, grad_end = upstream
-        q, k, v, state, mask, segments, o, below = ctx.saved_tensors
-        feature_map, eps = ctx.options
-        if torch.is_grad_enabled():
-            options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
-            grads = double_backward(composed, (q, k, v, state), (grad, grad_end), causal=True, **options)
-        else:
-            run = _backward_op if torch.compiler.is_compiling() else _backward
-            *grads, first = run(grad, grad_end, q, k, v, state, mask, segments, o, below, feature_map, eps)
-            grads.append(None if state is None else first)
-        return (*grads, None, None, None, None)
+def why_not(r: LinearOperands) -> str:
+    """Return why the kernels cannot serve these operands; empty if they can."""
+    if not r.causal:
+        return "they are for causal attention"
+    return call.why_not(r.q, r.k, r.v, r.state, r.mask, r.segments, family="linear")
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    feature_map: str,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _forward(r: LinearOperands, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E+1), the denominators (B,H,N)."""
+    q, k, v, state, mask, segments, feature_map, eps, *_ = r
     o, end, below = fresh_like(v), _state(q, v), _denominators(q)
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
     failed = kernels("linear").longspan_linear_forward(
@@ -86,20 +43,10 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor,
-    grad_end: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    o: Tensor,
-    below: Tensor,
-    feature_map: str,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and the first state from those of o and the last state."""
+    r: LinearOperands, grads: Sequence[Tensor], kept: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    q, k, v, state, mask, segments, feature_map, eps, *_ = r
+    (grad, grad_end), (o, below) = grads, kept
     dq, dk, dv, first = fresh_like(q), fresh_like(k), fresh_like(v), _state(q, v)
     grad_end = grad_end.contiguous()
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
@@ -115,43 +62,31 @@ def _backward(
     )
     if failed:
         raise MemoryError(f"cannot allocate the states of {q.shape[0] * q.shape[1]} heads")
-    return dq, dk, dv, first
+    return [dq, dk, dv, first]
 
 
-_forward_op = torch.library.custom_op("longspan::linear_forward", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("longspan::linear_backward", _backward, mutates_args=())
+def _shapes(r: LinearOperands, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(r.v), _state(r.q, r.v), _denominators(r.q)
 
 
-@_forward_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    feature_map: str,
-    eps: float,
-) -> tuple[Tensor, ...]:
-    return torch.empty_like(v), _state(q, v), _denominators(q)
+attend = kernel(
+    "linear",
+    LinearOperands,
+    _forward,
+    _backward,
+    shapes=_shapes,
+    again=composed,
+    inputs=4,
+    kept=1,
+    saves=1,
+)
+"""Linear attention in C++, for float32 or bfloat16 of any strides.
 
-
-@_backward_op.register_fake
-def _(
-    grad: Tensor,
-    grad_end: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    o: Tensor,
-    below: Tensor,
-    feature_map: str,
-    eps: float,
-) -> tuple[Tensor, ...]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _state(q, v)
+-> o (B,H,N,E) with dtype and strides of v, state (B,H,D,E+1) float32. All sums are in float32. Time is
+O(N (D E + 32 (D + E))). Beyond inputs, output and gradients, memory is that of two states per thread and head. The
+backward pass saves q, k, v, o and the denominators (B,H,N). Results are reproducible bit for bit with the same number
+of threads. Only for operands for which ``why_not`` is empty. Raises MemoryError if the states cannot be allocated.
+"""
 
 
 def _state(q: Tensor, v: Tensor) -> Tensor:
@@ -162,17 +97,16 @@ def _denominators(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def step(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, feature_map: str, eps: float, donate: bool
-) -> tuple[Tensor, Tensor] | None:
+def step(r: LinearOperands, donate: bool) -> tuple[Tensor, Tensor] | None:
     """One token: its feature map, the sums and the normalizer, in one pass over the state.
 
     q, k (B,H,1,D) before the feature map, v (B,H,1,E), in float32, bfloat16 or float16, state (B,H,D,E+1) in float32
     -> o (B,H,1,E) in v's dtype, state, updated in place with ``donate``. Returns None for other operands, and without
     kernels. Equal to the torch form up to float32 rounding.
     """
+    q, k, v, state, _, _, feature_map, eps, *_ = r
     feature = MAPS.get(feature_map)
-    if feature is None or v.dtype not in HALVES or not q.dim() == v.dim() == 4:
+    if state is None or feature is None or v.dtype not in HALVES or not q.dim() == v.dim() == 4:
         return None
     if not readable(q, k, v, dtype=v.dtype) or not readable(state) or not stored(state):
         return None

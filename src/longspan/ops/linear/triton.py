@@ -1,6 +1,7 @@
 """Linear attention in Triton: causal and bidirectional sequences, forward and backward, and one token."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,87 +9,26 @@ from torch import Tensor
 
 from .. import triton
 from ..buffers import fresh_like
-from ..operands import double_backward, mark_overwritten
+from ..custom_ops import kernel
+from ..operands import mark_overwritten
 from ..triton import tiles
 from .composed import composed
+from .operands import LinearOperands
 
 MAPS = {"elu": 0, "relu": 1, "squared_relu": 2, "exp": 3}  # as in the kernels
 FAR = 2**31 // tiles.LONGEST  # elements: the kernels add up strides of one span in 32 bits
 PREFIX = 1024  # numbers of a state that one program of ``prefix_kernel`` sums
 
 
-def why_not(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, mask: Tensor | None, segments: Tensor | None, *, causal: bool
-) -> str:
+def why_not(r: LinearOperands) -> str:
     """Return why the kernels cannot serve these operands; empty if they can."""
-    if reason := triton.why_not(q, k, v, state, mask, segments):
+    if reason := triton.why_not(r.q, r.k, r.v, r.state, r.mask, r.segments):
         return reason
-    if segments is not None and not causal:
+    if r.segments is not None and not r.causal:
         return "they take packed sequences with causal attention only"
-    if any(max(t.stride()[2:]) >= FAR for t in (q, k, v)):
+    if any(max(t.stride()[2:]) >= FAR for t in r[:3]):
         return f"they take tokens and channels that are less than {FAR} elements apart"
     return ""
-
-
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    state: Tensor | None,
-    causal: bool,
-    feature_map: str,
-    eps: float,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Normalized linear attention; arguments and results as in ``causal.attend`` and ``bidirectional.attend``.
-
-    Time is O(N (D E + C (D + E))). Beyond inputs, output and gradients, memory is that of one state per span of
-    tokens, which the backward pass keeps, and in 16 bits that of a second output: the digits that the output lost, as
-    gradients of queries need them. Results are the same bits in every run.
-    """
-    grows = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, state))
-    fine = grows and v.dtype != torch.float32
-    return _Attend.apply(q, k, v, state, mask, segments, causal, feature_map, eps, fine)  # pyright: ignore[reportReturnType] (torch types it as Any | None)
-
-
-class _Attend(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: Tensor | None,
-        mask: Tensor | None,
-        segments: Tensor | None,
-        causal: bool,
-        feature_map: str,
-        eps: float,
-        fine: bool,
-    ) -> tuple[Tensor, Tensor]:
-        # One operation for torch.compile; eager calls skip the dispatch of the operation.
-        run = _forward_op if torch.compiler.is_compiling() else _forward
-        o, end, below, starts, rest = run(q, k, v, state, mask, segments, causal, feature_map, eps, fine)
-        # Without causality the queries read the sum over all keys, which is the last state.
-        ctx.save_for_backward(q, k, v, state, mask, segments, o, rest, below, starts if causal else end)
-        ctx.options = causal, feature_map, eps
-        return o, end
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        grad, grad_end = upstream
-        q, k, v, state, mask, segments, o, rest, below, starts = ctx.saved_tensors
-        causal, feature_map, eps = ctx.options
-        if torch.is_grad_enabled():
-            options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
-            grads = double_backward(composed, (q, k, v, state), (grad, grad_end), causal=causal, **options)
-        else:
-            run = _backward_op if torch.compiler.is_compiling() else _backward
-            *grads, first = run(grad, grad_end, q, k, v, mask, segments, o, rest, below, starts, causal, feature_map)
-            grads.append(None if state is None else first)
-        return (*grads, None, None, None, None, None, None)
 
 
 def _kernels() -> Any:
@@ -190,22 +130,14 @@ def _prefix(
     )
 
 
-def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    causal: bool,
-    feature_map: str,
-    eps: float,
-    fine: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _forward(r: LinearOperands, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E+1), denominators (B,H,N), the states before the spans (B,H,spans,D(E+1)).
 
-    Without ``causal`` there are no states of spans. The last result is what the type of o lost, empty without ``fine``.
+    Without ``causal`` there are no states of spans. The last result is what the type of o lost, if the backward pass
+    needs it.
     """
+    q, k, v, state, mask, segments, feature_map, eps, causal, _ = r
+    fine = keeps and v.dtype != torch.float32
     kernels = _kernels()
     o, end, below = _outputs(q, v)
     (batch, heads, n, _), m = q.shape, k.shape[2]
@@ -250,21 +182,12 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor,
-    grad_end: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    o: Tensor,
-    rest: Tensor,
-    below: Tensor,
-    starts: Tensor,
-    causal: bool,
-    feature_map: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v and the first state from those of o and the last state."""
+    r: LinearOperands, grads: Sequence[Tensor], kept: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    q, k, v, _, mask, segments, feature_map, _, causal, _ = r
+    (grad, grad_end), (o, end, below, starts, rest) = grads, kept
+    # Without causality the queries read the sum over all keys, which is the last state.
+    starts = starts if causal else end
     kernels = _kernels()
     dq, dk, dv = fresh_like(q), fresh_like(k), fresh_like(v)
     first, weights = _state(q, v), torch.empty_like(below)
@@ -361,49 +284,33 @@ def _backward(
             *edges,
             **options,
         )
-    return dq, dk, dv, first
+    return [dq, dk, dv, first]
 
 
-_forward_op = torch.library.custom_op("longspan::triton_linear_forward", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("longspan::triton_linear_backward", _backward, mutates_args=())
+def _shapes(r: LinearOperands, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    o, end, below = _outputs(r.q, r.v)
+    spans = tiles.spans(r.k.shape[2], r.q.shape[0] * r.q.shape[1]) if r.causal else 0
+    starts = end.new_empty(*r.q.shape[:2], spans, _size(r.q, r.v))
+    return o, end, below, starts, _rest(o, keeps and r.v.dtype != torch.float32)
 
 
-@_forward_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    causal: bool,
-    feature_map: str,
-    eps: float,
-    fine: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    o, end, below = _outputs(q, v)
-    m = k.shape[2]
-    spans = tiles.spans(m, q.shape[0] * q.shape[1]) if causal else 0
-    return o, end, below, end.new_empty(*q.shape[:2], spans, _size(q, v)), _rest(o, fine)
+attend = kernel(
+    "triton_linear",
+    LinearOperands,
+    _forward,
+    _backward,
+    shapes=_shapes,
+    again=composed,
+    inputs=4,
+    kept=3,
+    saves=2,
+)
+"""Linear attention in Triton, causal or not.
 
-
-@_backward_op.register_fake
-def _(
-    grad: Tensor,
-    grad_end: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    o: Tensor,
-    rest: Tensor,
-    below: Tensor,
-    starts: Tensor,
-    causal: bool,
-    feature_map: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), _state(q, v)
+Time is O(N (D E + C (D + E))). Beyond inputs, output and gradients, memory is that of one state per span of tokens,
+which the backward pass keeps, and in 16 bits that of a second output: the digits that the output lost, as gradients of
+queries need them. Results are the same bits in every run.
+"""
 
 
 def _outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -425,16 +332,20 @@ def _state(q: Tensor, v: Tensor) -> Tensor:
     return q.new_empty(*q.shape[:2], q.shape[-1], v.shape[-1] + 1, dtype=torch.float32)
 
 
-def step(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor, *, feature_map: str, eps: float, donate: bool
-) -> tuple[Tensor, Tensor] | None:
+def step(r: LinearOperands, donate: bool) -> tuple[Tensor, Tensor] | None:
     """One token in one launch: its feature map, the sums and the normalizer, in one pass over the state.
 
     q, k (B,H,1,D) before the feature map, v (B,H,1,E), state (B,H,D,E+1) in float32, any strides -> o (B,H,1,E) in v's
     dtype, state, updated in place with ``donate``. Returns None for operands that the kernel does not serve, and where
     gradients are needed.
     """
-    if feature_map not in MAPS or not q.dim() == k.dim() == v.dim() == state.dim() == 4 or q.shape[2] != 1:
+    q, k, v, state, _, _, feature_map, eps, *_ = r
+    if (
+        state is None
+        or feature_map not in MAPS
+        or not q.dim() == k.dim() == v.dim() == state.dim() == 4
+        or q.shape[2] != 1
+    ):
         return None
     batch, heads, _, keys = shape = q.shape
     values = v.shape[3]

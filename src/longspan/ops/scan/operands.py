@@ -18,6 +18,11 @@ class Diagonal(NamedTuple):
     TOKENS = ("x", "log_decay")
     AXIS, OUTPUT, op = 1, "x", "the diagonal scan"
 
+    @property
+    def token(self) -> bool:
+        """Whether the call has one token for each state."""
+        return self.x.shape[1] == 1 and self.cu_seqlens is None
+
 
 class Selective(NamedTuple):
     """Operands of ``selective_scan``, with S states per channel."""
@@ -38,3 +43,8 @@ class Selective(NamedTuple):
 
     TOKENS = ("x", "dt", "B", "C", "z")
     AXIS, OUTPUT, op = 1, "x", "the selective scan"
+
+    @property
+    def token(self) -> bool:
+        """Whether the call has one token for each state."""
+        return self.x.shape[1] == 1 and self.cu_seqlens is None
