@@ -41,7 +41,7 @@ class Forms(NamedTuple):
     @property
     def served(self) -> tuple[str, ...]:
         """The names of the backends."""
-        return tuple(reversed(self.table))
+        return tuple(self.table)[::-1]
 
 
 def serve(forms: Forms, r: Any, donate: bool = False, declined: bool = False) -> Result:

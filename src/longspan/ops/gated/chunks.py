@@ -414,7 +414,7 @@ def _forward(r: Chunked, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), the state before each span but the first."""
     with torch.autocast(r.q.device.type, enabled=False):
         if r.beta is None and r.log_decay is not None and r.log_decay.dim() == 3 and r.form == "loop":
-            o, end, starts = decay_per_head.forward(*r[:4], r.state, r.mask, r.segments, r.scale, r.places)
+            o, end, starts = decay_per_head.forward(*r[:3], r.log_decay, r.state, r.mask, r.segments, r.scale, r.places)
         else:
             o, end, starts = spans.forward(partial(_advanced, r), r)
     spans.clear_masked(r.mask, o)

@@ -81,7 +81,8 @@ def _backward(
         threads(),
     )
     check_allocated(failed)
-    return [*(t.to(like.dtype) for t, like in zip(made, r, strict=False)), ddecay, first]
+    found = [t.to(like.dtype) for t, like in zip(made, (q, k, v, read, erase), strict=True)]
+    return [*found, ddecay, first]
 
 
 def _shapes(r: GeneralRecurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -49,8 +49,9 @@ def _backward(
 ) -> list[Tensor | None]:
     from ..triton import decay
 
+    (grad, grad_end), (starts, wholes) = grads, kept
     with torch.cuda.device_of(r.q):
-        dq, dk, dv, ddecay, first = decay.backward(*grads, *kept, needed[3], r.q, r.k, r.v, r.log_decay, *r[6:])
+        dq, dk, dv, ddecay, first = decay.backward(grad, grad_end, starts, wholes, needed[3], *r[:4], *r[6:])
     return [dq, dk, dv, ddecay, None, first]
 
 

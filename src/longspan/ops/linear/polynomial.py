@@ -150,15 +150,8 @@ def _reference(
     """The recurrence on the features of all tokens, token by token."""
     keys = _masked(features(k, constant, taylor), mask)
     state = _empty(q, values) if state is None else state
-    options: dict[str, Any] = {
-        "log_decay": None,
-        "beta": None,
-        "scale": 1.0,
-        "mask": None,
-        "segments": segments,
-        "state": state,
-    }
-    return gated.reference(features(q, constant, taylor), keys, values, **options)
+    q = features(q, constant, taylor)
+    return gated.definition.attend(gated.Recurrence(q, keys, values, None, None, state, segments=segments))
 
 
 def _scan(
