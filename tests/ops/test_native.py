@@ -14,7 +14,7 @@ from longspan.ops.linear.native import step as linear_step
 from longspan.ops.native import build
 
 try:
-    build.load("linear")
+    build.load("linear/forward")
     REASON = ""
 except build.Unavailable as error:
     REASON = str(error)

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..buffers import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
-from ..native.call import HALVES, LARGEST, TYPES, kernels, pointers, readable, strides
+from ..native.call import HALVES, LARGEST, TYPES, available, kernels, pointers, readable, strides
 from ..operands import double_backward, mark_overwritten, stored
 from ..packed import by_sequence, check_packed
 from .general_chunks import composed
@@ -60,7 +60,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
         *inputs, mask, segments, offsets, starts = ctx.saved_tensors
         scale, early = ctx.options
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not available("general/backward"):
             options: dict[str, Any] = {"mask": mask, "segments": segments, "scale": scale, "early": early}
             grads = double_backward(_again, inputs, upstream, cu_seqlens=offsets, **options)
         else:
@@ -92,7 +92,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), and with ``keeps`` the states before every 512 tokens."""
     check_packed(offsets, len(q), q.shape[2])
-    assert kernels("general").longspan_general_span() == SPAN
+    assert kernels("general/forward").longspan_general_span() == SPAN
     o, end, starts = (
         fresh_like(v),
         torch.empty_like(state, memory_format=torch.contiguous_format),
@@ -101,7 +101,7 @@ def _forward(
     first = state.contiguous()
     mask, segments, offsets = (None if t is None else t.contiguous() for t in (mask, segments, offsets))
     kept = starts if keeps else None
-    failed = kernels("general").longspan_general_forward(
+    failed = kernels("general/forward").longspan_general_forward(
         *pointers(q, k, v, read, erase, o, log_decay, first, end, kept, mask, segments, offsets),
         strides(q, k, v, read, erase, o, _gate(log_decay)),
         _sizes(state, q, v, early),
@@ -139,7 +139,7 @@ def _backward(
     ddecay = None if log_decay is None else fresh_like(log_decay)
     mask, segments, offsets = (None if t is None else t.contiguous() for t in (mask, segments, offsets))
     grads = (dq, dk, dv, dread, derase)
-    failed = kernels("general").longspan_general_backward(
+    failed = kernels("general/backward").longspan_general_backward(
         *pointers(q, k, v, read, erase, grad, *grads, log_decay, ddecay, starts, first, mask, segments, offsets),
         strides(q, k, v, read, erase, grad, *grads, _gate(log_decay), _gate(ddecay)),
         _sizes(first, q, v, early),
@@ -194,7 +194,7 @@ def step(
             return None
         log_decay = log_decay.contiguous()
         decays = log_decay.data_ptr()
-    if (library := build.loaded("general")) is None:
+    if (library := build.loaded("general/step")) is None:
         return None
     q, k, v, read, erase = (t.contiguous() for t in (q, k, v, read, erase))
     state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)

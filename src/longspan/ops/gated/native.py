@@ -10,7 +10,7 @@ from torch import Tensor
 from ..buffers import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
-from ..native.call import HALVES, LARGEST, TYPES, kernels, pointers, readable, strides
+from ..native.call import HALVES, LARGEST, TYPES, available, kernels, pointers, readable, strides
 from ..operands import double_backward, mark_overwritten, stored
 from ..packed import check_packed
 from .chunks import CHUNK, composed
@@ -73,7 +73,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
         grad, grad_end = upstream
         *inputs, mask, segments, offsets, starts = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not available("gated/backward"):
             scale, normalize = ctx.options
             options: dict[str, Any] = {"mask": mask, "segments": segments, "scale": scale, "chunk": CHUNK}
             form = partial(prepared, composed, normalize=normalize, cu_seqlens=offsets)
@@ -102,7 +102,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), and with ``keeps`` the states before every 512 tokens."""
     check_packed(offsets, len(q), q.shape[2])
-    assert kernels("gated").longspan_gated_span() == SPAN
+    assert kernels("gated/forward").longspan_gated_span() == SPAN
     o, end, starts = (
         fresh_like(v),
         torch.empty_like(state, memory_format=torch.contiguous_format),
@@ -110,7 +110,7 @@ def _forward(
     )
     first = state.contiguous()
     mask, segments, offsets = (None if t is None else t.contiguous() for t in (mask, segments, offsets))
-    failed = kernels("gated").longspan_gated_forward(
+    failed = kernels("gated/forward").longspan_gated_forward(
         *pointers(q, k, v, o, log_decay, beta, first, end, starts if keeps else None, mask, segments, offsets),
         strides(q, k, v, o, *_gates(log_decay, beta)),
         _sizes(state, q, v, normalize),
@@ -147,7 +147,7 @@ def _backward(
     ddecay, dbeta = (None if t is None else fresh_like(t) for t in (log_decay, beta))
     mask, segments, offsets = (None if t is None else t.contiguous() for t in (mask, segments, offsets))
     gates = (*_gates(log_decay, beta), *_gates(ddecay, dbeta))
-    failed = kernels("gated").longspan_gated_backward(
+    failed = kernels("gated/backward").longspan_gated_backward(
         *pointers(q, k, v, grad, dq, dk, dv, log_decay, beta, ddecay, dbeta, starts, first, mask, segments, offsets),
         strides(q, k, v, grad, dq, dk, dv, *gates),
         _sizes(first, q, v, normalize),
@@ -203,7 +203,7 @@ def step(
             return None
         beta = beta.contiguous()
         rates = beta.data_ptr()
-    if (library := build.loaded("gated")) is None:
+    if (library := build.loaded("gated/step")) is None:
         return None
     factor = keys**-0.5 if scale is None else scale
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

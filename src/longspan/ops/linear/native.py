@@ -8,7 +8,7 @@ from torch import Tensor
 from ..buffers import fresh_like
 from ..native import build
 from ..native.build.openmp import threads
-from ..native.call import HALVES, LARGEST, MAPS, TYPES, kernels, pointers, readable, strides
+from ..native.call import HALVES, LARGEST, MAPS, TYPES, available, kernels, pointers, readable, strides
 from ..operands import double_backward, mark_overwritten, stored
 from .composed import composed
 
@@ -47,7 +47,7 @@ class Attend(torch.autograd.Function):
         grad, grad_end = upstream
         q, k, v, state, mask, segments, o, below = ctx.saved_tensors
         feature_map, eps = ctx.options
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not available("linear/backward"):
             options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "mask": mask, "segments": segments}
             grads = double_backward(composed, (q, k, v, state), (grad, grad_end), causal=True, **options)
         else:
@@ -70,7 +70,7 @@ def _forward(
     """o (B,H,N,E), the last state (B,H,D,E+1), the denominators (B,H,N)."""
     o, end, below = fresh_like(v), _state(q, v), _denominators(q)
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
-    failed = kernels("linear").longspan_linear_forward(
+    failed = kernels("linear/forward").longspan_linear_forward(
         *pointers(q, k, v, o, below, state, end, mask, segments),
         strides(q, k, v, o),
         *q.shape,
@@ -103,7 +103,7 @@ def _backward(
     dq, dk, dv, first = fresh_like(q), fresh_like(k), fresh_like(v), _state(q, v)
     grad_end = grad_end.contiguous()
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
-    failed = kernels("linear").longspan_linear_backward(
+    failed = kernels("linear/backward").longspan_linear_backward(
         *pointers(q, k, v, o, grad, dq, dk, dv, below, state, grad_end, first, mask, segments),
         strides(q, k, v, o, grad, dq, dk, dv),
         *q.shape,
@@ -182,7 +182,7 @@ def step(
         return None
     if tokens != 1 or not batch * heads or not 0 < keys <= LARGEST or not 0 < values < LARGEST:
         return None
-    if (library := build.loaded("linear")) is None:
+    if (library := build.loaded("linear/step")) is None:
         return None
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)

@@ -131,7 +131,7 @@ def diagonal(
     x, log_decay, state = materialize_neg(x, log_decay, state)
     options: dict[str, Any] = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
     assert state is not None
-    reason = kernels.why_not((x, log_decay), (), state, mask, segments, cu_seqlens)
+    reason = kernels.why_not("scan/diagonal", (x, log_decay), (), state, mask, segments, cu_seqlens)
     match choose_backend(DIAGONAL, SERVED, {"native": reason}):
         case "native":
             return kernels.diagonal(x, log_decay, state, **options)
@@ -291,7 +291,7 @@ def selective(
     tokens, (rates, skip, bias), state = [given[i] for i in (0, 1, 3, 4, 6)], [given[i] for i in (2, 5, 7)], given[8]
     assert state is not None
     options: dict[str, Any] = {"softplus": softplus, "mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
-    reason = kernels.why_not(tokens, (rates, skip, bias), state, mask, segments, cu_seqlens)
+    reason = kernels.why_not("scan/selective", tokens, (rates, skip, bias), state, mask, segments, cu_seqlens)
     if not reason and A.shape[1] > kernels.MOST:
         reason = f"they take at most {kernels.MOST} states of a channel"
     match choose_backend(SELECTIVE, SERVED, {"native": reason}):

@@ -19,10 +19,13 @@ TILE, BLOCK = 64, 64  # tokens and channels, as in native/scan/tiles.h
 MOST = 64  # states of a channel, as in native/scan/selective.cpp
 
 
-def why_not(tokens: Sequence[Tensor | None], weights: Sequence[Tensor | None], *others: Tensor | None) -> str:
+def why_not(
+    unit: str, tokens: Sequence[Tensor | None], weights: Sequence[Tensor | None], *others: Tensor | None
+) -> str:
     """Return why the kernels cannot serve these operands; empty if they can. Compiles them on first use.
 
     Args:
+        unit: The unit of the kernels.
         tokens: Operands (B,N,...) or None.
         weights: Operands that all tokens share, or None.
         others: State, mask, segments and offsets.
@@ -33,7 +36,7 @@ def why_not(tokens: Sequence[Tensor | None], weights: Sequence[Tensor | None], *
         return "they take float32, bfloat16 or float16"
     if any(t is not None and not t.numel() for t in (*tokens, *weights)):
         return "there is nothing to compute"
-    return "" if call.available("scan") else "they could not be compiled"
+    return "" if call.available(unit) else "they could not be compiled"
 
 
 def diagonal(
@@ -92,11 +95,11 @@ def _diagonal_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y (B,N,C), the last state (B,C), and with ``keeps`` the states before every 64 tokens."""
     check_packed(offsets, len(x), x.shape[1])
-    assert kernels("scan").longspan_scan_tile() == TILE
+    assert kernels("scan/diagonal").longspan_scan_tile() == TILE
     y, end, starts = fresh_like(x), _empty(state), _starts(state, x, offsets, keeps)
     first = state.contiguous()
     mask, segments, offsets = _plain(mask, segments, offsets)
-    failed = kernels("scan").longspan_diagonal_forward(
+    failed = kernels("scan/diagonal").longspan_diagonal_forward(
         *pointers(x, g, y, first, end, starts if keeps else None, mask, segments, offsets),
         *_layout(x, g, y),
         _sizes(*x.shape, len(state)),
@@ -119,7 +122,7 @@ def _diagonal_backward(
     """Return the gradients of x, g and the first state."""
     dx, dg, first, grad_end = fresh_like(x), fresh_like(g), _empty(grad_end), grad_end.contiguous()
     mask, segments, offsets = _plain(mask, segments, offsets)
-    failed = kernels("scan").longspan_diagonal_backward(
+    failed = kernels("scan/diagonal").longspan_diagonal_backward(
         *pointers(x, g, grad, dx, dg, starts, grad_end, first, mask, segments, offsets),
         *_layout(x, g, grad, dx, dg),
         _sizes(*x.shape, len(first)),
@@ -138,7 +141,7 @@ def diagonal_step(x: Tensor, g: Tensor, state: Tensor, *, donate: bool) -> tuple
         return None
     if not (_readable(x) and _readable(g) and readable(state)) or not stored(state):
         return None
-    if (library := build.loaded("scan")) is None:
+    if (library := build.loaded("scan/diagonal")) is None:
         return None
     state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
     y = torch.empty_like(x)
@@ -225,11 +228,11 @@ def _selective_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y (B,N,channels), the last state (B,channels,S), and with ``keeps`` the states before every 64 tokens."""
     check_packed(offsets, len(x), x.shape[1])
-    assert kernels("scan").longspan_scan_tile() == TILE
+    assert kernels("scan/selective").longspan_scan_tile() == TILE
     y, end, starts = fresh_like(x), _empty(state), _starts(state, x, offsets, keeps)
     rates, skip, bias, first = _plain(A, D, dt_bias, state)
     mask, segments, offsets = _plain(mask, segments, offsets)
-    failed = kernels("scan").longspan_selective_forward(
+    failed = kernels("scan/selective").longspan_selective_forward(
         *pointers(x, dt, B, C, z, y, rates, skip, bias, first, end, starts if keeps else None, mask, segments, offsets),
         *_layout(x, dt, B, C, z, y),
         _sizes(*x.shape, len(state), state.shape[2]),
@@ -267,7 +270,7 @@ def _selective_backward(
     channel_sums, others = new(2, sequences, channels), new(2, channels)
     weights = _plain(A, D, dt_bias)
     mask, segments, offsets = _plain(mask, segments, offsets)
-    failed = kernels("scan").longspan_selective_backward(
+    failed = kernels("scan/selective").longspan_selective_backward(
         *pointers(x, dt, B, C, z, grad, dx, ddt, dz, *weights, starts, grad_end, first),
         *pointers(shares, rate_sums, channel_sums, pairs, rates, others, mask, segments, offsets),
         *_layout(x, dt, B, C, z, grad, dx, ddt, dz),
@@ -323,7 +326,7 @@ def selective_step(
             if not readable(t):
                 return None
         weights.append(t)
-    if (library := build.loaded("scan")) is None:
+    if (library := build.loaded("scan/selective")) is None:
         return None
     state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
     y = torch.empty_like(x)
