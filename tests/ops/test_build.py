@@ -26,6 +26,7 @@ import torch
 import longspan
 from longspan import Decoder, DecoderConfig, backend
 from longspan._utils import atomic_io
+from longspan.attention import REGISTRY
 from longspan.cli.entry import main
 from longspan.generation import native_trial
 from longspan.generation.native_decoder import Engine
@@ -360,6 +361,43 @@ class TestFamilies:
         assert counted() == {family}
         assert {unit.partition("/")[0] for unit in build.tried()} == {family}
 
+    @pytest.mark.parametrize("name", REGISTRY)
+    def test_a_mechanism_with_several_declares_them(self, name, monkeypatch):
+        """So that its first call compiles them together."""
+        cls, used = REGISTRY[name], set()
+        monkeypatch.setattr(build, "loaded", lambda unit: used.add(unit.partition("/")[0]))
+        for text in cls.examples:
+            used.clear()
+            causal = "causal" in cls.directions
+            with torch.no_grad():
+                longspan.build(text, 16, 4, causal=causal)(torch.randn(2, 29, 16))
+            assert len(used) < 2 or used == set(cls.kernels)
+
+    @needs_compiler
+    @pytest.mark.parametrize(("grad", "following"), [(True, "backward"), (False, "step")])
+    def test_what_a_call_needs_next_is_compiled_meanwhile(self, grad, following, tmp_path, monkeypatch):
+        units = [f"{family}/{part}" for family in ("linear", "gated") for part in ("forward", following)]
+        sources = [tmp_path / f"{unit}.cpp" for unit in units]
+        tried = []
+        for source in sources:
+            source.parent.mkdir(exist_ok=True)
+            source.write_text(TINY.replace("ANSWER", "42"))
+        monkeypatch.setattr(toolchain, "SOURCES", tuple(sources))
+        for family in ("linear", "gated"):
+            parts = {part: {"longspan_answer": (interface.INT, ())} for part in ("forward", following)}
+            monkeypatch.setitem(interface.FAMILIES, family, parts)
+        monkeypatch.setattr(trial, "run", lambda libraries, tested: tried.append((tested, set(libraries))))
+        monkeypatch.setattr(trial, "ready", contextlib.nullcontext)
+        build.expect("gated")
+        with torch.set_grad_enabled(grad):
+            assert build.loaded("linear/forward").longspan_answer() == 42
+        join()
+        # The trial of a backward pass needs the forward pass.
+        more = {unit: {unit.replace("backward", "forward"), unit} for unit in units}
+        assert sorted(tried) == sorted(more.items())
+        monkeypatch.setattr(toolchain, "compile", never)
+        assert [build.loaded(unit).longspan_answer() for unit in units] == [42] * 4
+
     @needs_compiler
     def test_a_failure_leaves_the_others_usable(self, tiny, tmp_path, monkeypatch):
         broken = tmp_path / "gated" / "broken.cpp"
@@ -529,6 +567,13 @@ class TestWithout:
         torch.testing.assert_close(y, module(x)[0].detach(), atol=1e-6, rtol=1e-6)
         with backend("native"), torch.no_grad(), pytest.raises(ValueError, match="cannot serve"):
             module(x, module.init_state(2))
+
+    def test_a_compiler_that_prints_much_is_cut(self, tmp_path, monkeypatch):
+        text = "head -c 5000000 /dev/zero | tr '\\0' x >&2; exit 3"
+        monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
+        with pytest.raises(build.Unavailable, match="failed with code 3: x+[.]{3}$") as error:
+            build.load("linear/forward")
+        assert len(str(error.value)) < 2 * toolchain.SHOWN
 
     @needs_linux
     def test_nothing_of_a_hanging_compiler_goes_on(self, tmp_path, monkeypatch):

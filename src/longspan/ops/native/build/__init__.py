@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
@@ -57,8 +58,9 @@ def _stop() -> None:
     running = [thread for thread in _threads.values() if thread.is_alive()]
     if running:
         toolchain.stop()
+    end = time.monotonic() + 2.0
     for thread in running:
-        thread.join(2.0)
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,8 @@ def _compile_ahead(unit: str, later: bool) -> None:
     if later and sys.platform == "linux":  # where it is the priority of one thread, which its programs inherit
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + NICE)
-    with contextlib.suppress(Unavailable, OSError), _ahead:
+    # RuntimeError: no thread starts while Python ends.
+    with contextlib.suppress(Unavailable, OSError, RuntimeError), _ahead:
         if unit not in _found and not _closing.is_set():
             _find(unit, lambda: None)
 
@@ -228,6 +231,7 @@ def using(family: str, library: ctypes.CDLL) -> Generator[None, None, None]:
 def _compiled(name: str, why: str, *options: str, before: Callable[[], None] = lambda: None) -> Kernels:
     compiler, problems = [*toolchain.find_compiler(), *options], dict[str, None]()
     for place in (cache_dirs.cache_folder, cache_dirs.temporary_folder):
+        folder = None
         try:
             folder = place() / "native"
             found = store.provide(name, compiler, folder, partial(_forward_of, name), before)
