@@ -157,7 +157,7 @@ def errors(family, dtype):
 
 
 def main(*families):
-    report = {family: {"isa": build.find(family).isa} for family in families}
+    report = {family: {"isa": build.find(build.interface.units(family)[0]).isa} for family in families}
     for family in families:
         for dtype in (torch.float32, torch.bfloat16):
             off, changed = errors(family, dtype)

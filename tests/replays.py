@@ -9,7 +9,7 @@ from torch import Tensor
 from longspan.ops.native.build import interface
 from longspan.ops.native.build.interface import FLOAT, INT, LONG, POINTER
 
-FUNCTIONS = [(name, *types) for family in interface.FAMILIES.values() for name, types in family.items()]
+FUNCTIONS = [(name, *types) for family in interface.FAMILIES for name, types in interface.functions(family).items()]
 INDEX = {name: i for i, (name, *_) in enumerate(FUNCTIONS)}
 C_TYPES = {POINTER: "void*", LONG: "long", INT: "int", FLOAT: "float", None: "void"}
 

@@ -1,66 +1,26 @@
 """longspan: efficient transformers behind one call, ``y, state = attention(x, state)``."""
 
-from . import patterns, states, testing
+import sys
+from pathlib import PurePath
+from typing import TYPE_CHECKING, Any
+
 from ._utils.version import VERSION
-from .attention import Attention, build, list_mechanisms, mechanism_examples
-from .attention.multihead import MultiheadAttention
-from .generation.beam_search import beam_search
-from .generation.sampling import generate, log_likelihood
-from .models.checkpoint import load, save
-from .models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig, StackConfig, TranscriberConfig
-from .models.decoder import Decoder
-from .models.encoder import Encoder
-from .models.seq2seq import Seq2Seq
-from .models.stacks import Stack
-from .models.transcriber import Transcriber
-from .modules.set_blocks import ISAB, MAB, PMA, SAB
-from .ops.backends import backend
-from .ops.convolution import causal_convolution
-from .ops.gated import decay_attention, delta_rule
-from .ops.gated.general import general_delta_rule
-from .ops.linear import linear_attention
-from .ops.scan import diagonal_scan, selective_scan
-from .ops.sparse import sparse_attention
-from .testing import check_attention
 
 __version__ = VERSION
 
-__all__ = [
-    "ISAB",
-    "MAB",
-    "PMA",
-    "SAB",
-    "Attention",
-    "Decoder",
-    "DecoderConfig",
-    "Encoder",
-    "EncoderConfig",
-    "MultiheadAttention",
-    "Seq2Seq",
-    "Seq2SeqConfig",
-    "Stack",
-    "StackConfig",
-    "Transcriber",
-    "TranscriberConfig",
-    "backend",
-    "beam_search",
-    "build",
-    "causal_convolution",
-    "check_attention",
-    "decay_attention",
-    "delta_rule",
-    "diagonal_scan",
-    "general_delta_rule",
-    "generate",
-    "linear_attention",
-    "list_mechanisms",
-    "load",
-    "log_likelihood",
-    "mechanism_examples",
-    "patterns",
-    "save",
-    "selective_scan",
-    "sparse_attention",
-    "states",
-    "testing",
-]
+# The command ``longspan`` prints its help without torch, whose import takes seconds. The first argument is "-m" while
+# Python looks for the module of ``python -m longspan``.
+if TYPE_CHECKING or PurePath([*sys.argv, ""][0]).stem not in ("longspan", "-m"):
+    from ._api import *  # noqa: F403 (its __all__ is that of the package)
+    from ._api import __all__ as __all__
+else:
+
+    def __getattr__(name: str) -> Any:
+        import importlib
+
+        api = importlib.import_module("._api", __name__)
+        # Without them while it is imported, when its modules ask for others here first.
+        globals().update((public, getattr(api, public)) for public in getattr(api, "__all__", ()))
+        if name == "__all__" or name not in globals():
+            return getattr(api, name)
+        return globals()[name]

@@ -86,7 +86,7 @@ def _run(change: dict[str, str | None]) -> str | None:
         mock.patch.dict(os.environ, environment, clear=True),
         mock.patch.object(tempfile, "tempdir", None),
         # Kernels are looked for in one place alone, and compiled in none.
-        mock.patch.object(build, "_found", dict.fromkeys(build.FAMILIES)),
+        mock.patch.object(build, "_found", dict.fromkeys(build.UNITS)),
     ):
         return _kernels() or _paths() or _command() or _signals()
 
@@ -102,6 +102,8 @@ def _kernels() -> str | None:
         mock.patch.object(build.prebuilt, "find", return_value=None),
         mock.patch.object(toolchain, "version", return_value="a compiler"),
         mock.patch.object(toolchain, "compile", nothing),
+        mock.patch.object(build.trial, "ready", contextlib.nullcontext),
+        mock.patch.object(build, "compile_ahead"),
         warnings.catch_warnings(record=True) as said,
     ):
         warnings.simplefilter("always")

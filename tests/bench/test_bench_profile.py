@@ -137,13 +137,14 @@ def test_kernels_with_clocks(kernel, clocks):
     def outcome():
         return gated.outcome(lambda t: profile.ours(kernel, "native", t), given, upstream, backward=True)
 
-    before, expected = build.loaded(family), outcome()
+    units, expected = build.interface.units(family), outcome()
+    before = [build.loaded(unit) for unit in units]
     with build.using(family, library):
-        assert build.loaded(family) is library
+        assert all(build.loaded(unit) is library for unit in units)
         profile.ticks(library)
         found = outcome()
         spent = profile.ticks(library)
-    assert build.loaded(family) is before
+    assert [build.loaded(unit) for unit in units] == before
     torch.testing.assert_close(found, expected)
     assert len(spent) == build.CLOCKS
     assert len({sum(thread) for thread in spent}) == 1

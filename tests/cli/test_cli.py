@@ -193,7 +193,7 @@ def test_debug_shows_the_traceback(capsys):
 
 def test_a_missing_extra_is_named_and_other_import_errors_are_bugs(at, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    assert 'pip install "longspan[data]"' in refused(capsys, "generate", "m/digits")
+    assert 'pip install ".[data]"' in refused(capsys, "generate", "m/digits")
     monkeypatch.setitem(sys.modules, "longspan.cli.listing", None)
     with pytest.raises(ImportError):
         main(["list"])
@@ -484,3 +484,21 @@ def test_a_folder_with_a_run_is_an_error_that_names_resume(at, capsys):
     Path("other").mkdir()
     Path("other/a.txt").write_text("")
     assert "resume" not in refused(capsys, "train", "--run.out", "other", *TINY)
+
+
+def test_help_needs_no_torch():
+    """Its import takes seconds. The recipes of ``train`` and ``reproduce`` are classes that need it."""
+    light = [[name, "--help"] for name in COMMANDS if name not in ("train", "reproduce")]
+    code = (
+        f"import sys; sys.argv = ['longspan']\nfrom longspan.cli import main\n"
+        f"for words in {[['--help'], ['--version'], *light]}:\n"
+        f"    assert main(words) == 0 and 'torch' not in sys.modules, words\n"
+        f"import longspan; assert callable(longspan.build) and longspan.Decoder.__name__ in longspan.__all__\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "longspan", "--help"], capture_output=True, text=True
+    )
+    assert "usage: longspan COMMAND" in done.stdout
+    assert not any(line.split("|")[-1].strip() == "torch" for line in done.stderr.splitlines())

@@ -26,7 +26,8 @@ def test_kernels_are_reported(cache, capsys, monkeypatch):
     kernels = build.Kernels(library, origin, "-O3 -g", path, "none prebuilt", isa="avx2")
     owned = instruction_sets.TABLE["x86_64"][2:]
     monkeypatch.setattr(instruction_sets, "owned", lambda: owned)
-    monkeypatch.setattr(build, "find", lambda family: kernels)
+    monkeypatch.setattr(build, "find", lambda unit: kernels)
+    monkeypatch.setattr(build, "compile_ahead", lambda *units: None)
     monkeypatch.setattr(openmp, "share", lambda: "/torch/libgomp.so")
     (cache / "mnist").mkdir()
     (cache / "mnist" / "images").write_bytes(bytes(1234))

@@ -280,7 +280,7 @@ def test_an_unknown_name_is_refused_with_the_models_of_the_kind(files, capsys, t
 def test_without_filter_banks_it_prints_what_to_install(model, files, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "kaldi_native_fbank", None)
     line = refused(capsys, "transcribe", "model", *files)
-    assert 'missing for filter banks: kaldi_native_fbank; pip install "longspan[speech]"' in line
+    assert 'missing for filter banks: kaldi_native_fbank; pip install ".[speech]"' in line
 
 
 def test_silence_is_around_every_recording(model):

@@ -17,7 +17,7 @@ from longspan.models.decoder import Decoder
 from longspan.ops.native import build
 
 try:
-    build.load("decode")
+    build.load("decode/step")
     REASON = ""
 except build.Unavailable as error:
     REASON = str(error)

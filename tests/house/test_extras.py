@@ -44,13 +44,13 @@ def test_a_command_names_all_missing_packages_before_it_makes_a_folder(command, 
     what, wanted = COMMANDS[command]
     assert entry.main([*command.split(), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert f'{what}; pip install "longspan[{wanted}]"' in said
+    assert f'{what}; pip install ".[{wanted}]" in a clone' in said
     assert list(tmp_path.iterdir()) == []
 
 
 def test_only_what_is_missing_is_asked_for(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ImportError, match=re.escape('missing for a plot: matplotlib; pip install "longspan[plot]"')):
+    with pytest.raises(ImportError, match=re.escape('missing for a plot: matplotlib; pip install ".[plot]"')):
         optional_deps.need("a plot", "PIL", "matplotlib")
 
 

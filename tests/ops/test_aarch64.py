@@ -61,7 +61,8 @@ def test_values_are_those_of_this_processor(objects, tmp_path, monkeypatch):
     recorder = replays.Recorder(monkeypatch)
     families = isa_cases.CALLS
     try:
-        libraries = {family: recorder.of(build.find(family).library) for family in families}
+        units = [unit for family in families for unit in build.interface.units(family)]
+        libraries = {unit: recorder.of(build.find(unit).library) for unit in units}
     except build.Unavailable as error:
         pytest.skip(f"no native kernels here: {error}")
     monkeypatch.setattr(build, "_found", libraries)
@@ -69,7 +70,7 @@ def test_values_are_those_of_this_processor(objects, tmp_path, monkeypatch):
         for dtype in TOLERANCES:
             isa_cases.results(family, dtype, "native")
     calls = recorder.calls
-    names = {name for family in families for name, (_, given) in build.interface.FAMILIES[family].items() if given}
+    names = {name for family in families for name, (_, given) in build.interface.functions(family).items() if given}
     assert {call.name for call in calls} == names - {"longspan_buckets_seen"}
 
     (tmp_path / "calls.h").write_text(replays.header())

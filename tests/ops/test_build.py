@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import dataclasses
+import errno
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -23,6 +25,8 @@ import torch
 
 import longspan
 from longspan import Decoder, DecoderConfig, backend
+from longspan._utils import atomic_io
+from longspan.attention import REGISTRY
 from longspan.cli.entry import main
 from longspan.generation import native_trial
 from longspan.generation.native_decoder import Engine
@@ -56,8 +60,12 @@ def folder(tmp_path, monkeypatch):
     """A cache of this test's own, and a process that has loaded nothing yet."""
     monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("LONGSPAN_ISA", raising=False)
-    monkeypatch.setattr(build, "_found", {})
-    return tmp_path / "cache" / "native"
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    for name, empty in (("_found", {}), ("_own", {}), ("_threads", {}), ("_expected", {}), ("_warned", set())):
+        monkeypatch.setattr(build, name, empty)
+    yield tmp_path / "cache" / "native"
+    join()
 
 
 @pytest.fixture
@@ -69,9 +77,16 @@ def tiny(tmp_path, monkeypatch):
     header.write_text("#define ANSWER 42\n")
     monkeypatch.setattr(toolchain, "SOURCES", (source,))
     monkeypatch.setattr(toolchain, "HEADERS", (header,))
-    monkeypatch.setitem(interface.FAMILIES, "linear", {"longspan_answer": (interface.INT, ())})
-    monkeypatch.setattr(trial, "run", lambda library, family: None)
+    monkeypatch.setitem(interface.FAMILIES, "linear", {"tiny": {"longspan_answer": (interface.INT, ())}})
+    monkeypatch.setattr(trial, "run", lambda libraries, tested: None)
+    monkeypatch.setattr(trial, "ready", contextlib.nullcontext)
     return source
+
+
+def join():
+    """Wait for what is compiled ahead."""
+    for thread in list(build._threads.values()):
+        thread.join()
 
 
 def script(path, text):
@@ -96,13 +111,13 @@ def never(*_, **__):
 @needs_compiler
 class TestStore:
     def test_is_private_and_used_again(self, tiny, folder, monkeypatch):
-        assert build.load("linear").longspan_answer() == 42
+        assert build.load("linear/tiny").longspan_answer() == 42
         files = sorted(folder.iterdir())
         assert sorted(path.suffix for path in files) == [".json", ".so"]
         assert all(stat.S_IMODE(path.stat().st_mode) == 0o600 for path in files)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
         monkeypatch.setattr(toolchain, "compile", never)
-        assert build.load("linear").longspan_answer() == 42
+        assert build.load("linear/tiny").longspan_answer() == 42
 
     @pytest.mark.parametrize(
         "damage",
@@ -150,15 +165,56 @@ class TestStore:
         assert set(toolchain.SOURCES) == {path for path in kernels if path.suffix == ".cpp"}
         assert {*toolchain.SOURCES, *toolchain.HEADERS} == {path for path in kernels if path.suffix in (".cpp", ".h")}
 
-    def test_a_folder_that_cannot_be_made_is_replaced_by_a_temporary_one(self, tiny, tmp_path, monkeypatch):
-        (tmp_path / "file").touch()
-        before = sorted(tmp_path.iterdir())
-        monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "file"))
-        monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path))
-        found = build.find("linear")
-        assert found.library.longspan_answer() == 42
-        assert str(tmp_path / "file" / "native") in found.why
-        assert sorted(tmp_path.iterdir()) == before
+    @pytest.fixture(params=["it is a file", "it is mounted noexec", "it is read-only"])
+    def unusable(self, request, tiny, folder, monkeypatch):
+        """A cache folder in which no library can be kept; -> the folder of its kernels."""
+        match request.param:
+            case "it is a file":
+                folder.parent.touch()
+            case "it is mounted noexec":
+                flags = {str(folder): getattr(os, "ST_NOEXEC", 8)}
+                monkeypatch.setattr(os, "ST_NOEXEC", 8, raising=False)
+                monkeypatch.setattr(os, "statvfs", lambda path: Mock(f_flag=flags.get(str(path), 0)), raising=False)
+            case "it is read-only":
+                make = atomic_io.new_folder
+
+                def new_folder(path, mode):
+                    if path.parent == folder:
+                        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+                    return make(path, mode)
+
+                monkeypatch.setattr(atomic_io, "new_folder", new_folder)
+        return folder
+
+    def test_kernels_are_kept_in_a_second_folder_where_the_first_cannot_be_used(self, unusable, tmp_path, monkeypatch):
+        with pytest.warns(
+            RuntimeWarning, match=f"the cache folder cannot be used .{unusable}.*LONGSPAN_CACHE"
+        ) as warned:
+            assert build.loaded("linear/tiny").longspan_answer() == 42
+        assert len(warned) == 1
+        found = build.find("linear/tiny")
+        assert str(unusable) in found.why
+        assert found.path.startswith(f"{tmp_path}/temporary/longspan-{os.getuid()}/native/")
+        monkeypatch.setattr(toolchain, "compile", never)
+        assert build.find("linear/tiny").path == found.path
+
+    def test_without_a_folder_they_are_compiled_for_this_process(self, unusable, tmp_path, monkeypatch):
+        (tmp_path / "temporary" / f"longspan-{os.getuid()}").touch()
+        before = sorted((tmp_path / "temporary").iterdir())
+        with pytest.warns(RuntimeWarning, match="every process compiles its kernels again"):
+            assert build.loaded("linear/tiny").longspan_answer() == 42
+        assert sorted((tmp_path / "temporary").iterdir()) == before
+        monkeypatch.setattr(toolchain, "compile", never)
+        assert build.find("linear/tiny").library.longspan_answer() == 42
+
+    def test_folders_of_killed_compilations_are_removed(self, tiny, folder):
+        left = folder / f".compilation.{'0' * 16}.tmp"
+        left.mkdir(parents=True)
+        (left / "0.o").touch()
+        folder.parent.chmod(0o700)
+        folder.chmod(0o700)
+        assert build.load("linear/tiny").longspan_answer() == 42
+        assert sorted(path.suffix for path in folder.iterdir()) == [".json", ".so"]
 
     @pytest.mark.parametrize("above", [0, 1, 2], ids=["native", "the cache", "above the cache"])
     def test_a_folder_where_others_may_write_is_not_used(self, above, tiny, folder, tmp_path, monkeypatch):
@@ -170,9 +226,9 @@ class TestStore:
         bad.chmod(0o777)
         with pytest.raises(trusted.Untrusted, match=f"^{bad}: other users"):
             store.provide("linear", COMPILER, folder)
-        with pytest.warns(RuntimeWarning, match=f"the cache folder .*: {bad}: other"):
-            assert build.load("linear").longspan_answer() == 42
-        assert str(bad) in build.find("linear").why
+        with pytest.warns(RuntimeWarning, match=f"the cache folder cannot be used .{bad}: other"):
+            assert build.load("linear/tiny").longspan_answer() == 42
+        assert str(bad) in build.find("linear/tiny").why
         assert list(folder.iterdir()) == []
 
     def test_a_folder_below_one_where_names_are_their_owners_is_used(self, tiny, tmp_path):
@@ -222,7 +278,7 @@ class TestStore:
     def test_a_cache_without_a_meaning(self, tiny, monkeypatch):
         monkeypatch.setenv("LONGSPAN_CACHE", "~no-such-user/x")
         with pytest.warns(RuntimeWarning, match="LONGSPAN_CACHE: '~no-such-user/x' has no meaning") as warned:
-            assert build.load("linear").longspan_answer() == 42
+            assert build.load("linear/tiny").longspan_answer() == 42
         assert len(warned) == 1
 
     def test_without_a_home(self, tiny, tmp_path, monkeypatch):
@@ -230,18 +286,18 @@ class TestStore:
         for name in ("LONGSPAN_CACHE", "XDG_CACHE_HOME"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
-        monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path))
-        found = build.find("linear")
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        found = build.find("linear/tiny")
         assert found.library.longspan_answer() == 42
         assert found.path.startswith(f"{tmp_path}/longspan-{os.getuid()}/native/")
-        assert not found.distrust
+        assert not found.unusable
 
     def test_nowhere_to_store_it(self, tiny, tmp_path, monkeypatch):
         (tmp_path / "file").touch()
         monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "file"))
-        monkeypatch.setattr(build.tempfile, "tempdir", str(tmp_path / "file"))
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "file"))
         with pytest.raises(build.Unavailable, match="the compiled kernels cannot be stored or loaded: "):
-            build.load("linear")
+            build.load("linear/tiny")
 
     @pytest.mark.full
     def test_processes_at_once(self, tiny, folder):
@@ -249,7 +305,7 @@ class TestStore:
             "import ctypes, pathlib, sys\n"
             "from longspan.ops.native.build import store, toolchain, trial\n"
             "source, folder, *compiler = sys.argv[1:]\n"
-            "toolchain.SOURCES, trial.run = (pathlib.Path(source),), lambda library, family: None\n"
+            "toolchain.SOURCES, trial.run = (pathlib.Path(source),), lambda libraries, tested: None\n"
             "path, seal = store.provide('linear', compiler, pathlib.Path(folder))\n"
             "sys.exit(ctypes.CDLL(str(path)).longspan_answer())\n"
         )
@@ -266,7 +322,7 @@ class TestStore:
     def test_a_compiler_with_options(self, tiny, tmp_path, monkeypatch):
         monkeypatch.setenv("CXX", f"{COMPILER[0]} -DUNUSED=1")
         assert toolchain.find_compiler() == [COMPILER[0], "-DUNUSED=1"]
-        assert build.load("linear").longspan_answer() == 42
+        assert build.load("linear/tiny").longspan_answer() == 42
 
 
 @pytest.fixture
@@ -303,7 +359,44 @@ class TestFamilies:
         with pytest.warns(RuntimeWarning, match="without its native CPU kernels: "):
             calls[family]()
         assert counted() == {family}
-        assert build.tried() == (family,)
+        assert {unit.partition("/")[0] for unit in build.tried()} == {family}
+
+    @pytest.mark.parametrize("name", REGISTRY)
+    def test_a_mechanism_with_several_declares_them(self, name, monkeypatch):
+        """So that its first call compiles them together."""
+        cls, used = REGISTRY[name], set()
+        monkeypatch.setattr(build, "loaded", lambda unit: used.add(unit.partition("/")[0]))
+        for text in cls.examples:
+            used.clear()
+            causal = "causal" in cls.directions
+            with torch.no_grad():
+                longspan.build(text, 16, 4, causal=causal)(torch.randn(2, 29, 16))
+            assert len(used) < 2 or used == set(cls.kernels)
+
+    @needs_compiler
+    @pytest.mark.parametrize(("grad", "following"), [(True, "backward"), (False, "step")])
+    def test_what_a_call_needs_next_is_compiled_meanwhile(self, grad, following, tmp_path, monkeypatch):
+        units = [f"{family}/{part}" for family in ("linear", "gated") for part in ("forward", following)]
+        sources = [tmp_path / f"{unit}.cpp" for unit in units]
+        tried = []
+        for source in sources:
+            source.parent.mkdir(exist_ok=True)
+            source.write_text(TINY.replace("ANSWER", "42"))
+        monkeypatch.setattr(toolchain, "SOURCES", tuple(sources))
+        for family in ("linear", "gated"):
+            parts = {part: {"longspan_answer": (interface.INT, ())} for part in ("forward", following)}
+            monkeypatch.setitem(interface.FAMILIES, family, parts)
+        monkeypatch.setattr(trial, "run", lambda libraries, tested: tried.append((tested, set(libraries))))
+        monkeypatch.setattr(trial, "ready", contextlib.nullcontext)
+        build.expect("gated")
+        with torch.set_grad_enabled(grad):
+            assert build.loaded("linear/forward").longspan_answer() == 42
+        join()
+        # The trial of a backward pass needs the forward pass.
+        more = {unit: {unit.replace("backward", "forward"), unit} for unit in units}
+        assert sorted(tried) == sorted(more.items())
+        monkeypatch.setattr(toolchain, "compile", never)
+        assert [build.loaded(unit).longspan_answer() for unit in units] == [42] * 4
 
     @needs_compiler
     def test_a_failure_leaves_the_others_usable(self, tiny, tmp_path, monkeypatch):
@@ -312,8 +405,8 @@ class TestFamilies:
         broken.write_text("#error it is broken\n")
         monkeypatch.setattr(toolchain, "SOURCES", (tiny, broken))
         with pytest.warns(RuntimeWarning, match="CPU kernels: .*gated/broken.cpp:1:.* error: #error it is broken"):
-            assert build.loaded("gated") is None
-        assert build.loaded("linear").longspan_answer() == 42
+            assert build.loaded("gated/broken") is None
+        assert build.loaded("linear/tiny").longspan_answer() == 42
 
     def test_what_all_lack_is_said_once(self, tmp_path, monkeypatch):
         monkeypatch.setenv("CXX", str(tmp_path / "none"))
@@ -354,32 +447,32 @@ class TestNotice:
             printed.set()
 
         monkeypatch.setattr(notice, "say", record)
-        monkeypatch.setattr(notice, "AFTER", 0.0)
-        monkeypatch.setattr(trial, "run", lambda library, family: printed.wait(30))
+        monkeypatch.setattr(notice, "AFTER", 0.1)
+        monkeypatch.setattr(trial, "run", lambda libraries, tested: printed.wait(30))
         monkeypatch.delenv("LONGSPAN_QUIET", raising=False)
         return lines
 
     def test_is_printed_once_and_not_where_they_are_compiled_already(self, lines, capsys):
-        assert build.loaded("linear").longspan_answer() == 42
+        assert build.loaded("linear/tiny").longspan_answer() == 42
         (line,) = lines
         assert "(linear)" in line
         assert capsys.readouterr().err == f"{line}\n"
         build._found.clear()
-        assert build.loaded("linear").longspan_answer() == 42
+        assert build.loaded("linear/tiny").longspan_answer() == 42
         assert capsys.readouterr().err == ""
         assert lines == [line]
 
     def test_is_left_out_where_quiet_is_asked_for(self, lines, monkeypatch):
         monkeypatch.setenv("LONGSPAN_QUIET", "1")
-        monkeypatch.setattr(trial, "run", lambda library, family: None)
+        monkeypatch.setattr(trial, "run", lambda libraries, tested: None)
         timer = Mock()
         monkeypatch.setattr(notice.threading, "Timer", timer)
-        assert build.loaded("linear").longspan_answer() == 42
+        assert build.loaded("linear/tiny").longspan_answer() == 42
         timer.return_value.start.assert_not_called()
 
     def test_is_left_out_where_it_does_not_take_long(self, lines, monkeypatch):
         monkeypatch.setattr(notice, "AFTER", 30.0)
-        with notice.shown("linear"):
+        with notice.shown(), notice.compiling("linear/tiny"):
             (timer,) = (thread for thread in threading.enumerate() if isinstance(thread, threading.Timer))
         timer.join(10)
         assert not timer.is_alive()
@@ -475,6 +568,13 @@ class TestWithout:
         with backend("native"), torch.no_grad(), pytest.raises(ValueError, match="cannot serve"):
             module(x, module.init_state(2))
 
+    def test_a_compiler_that_prints_much_is_cut(self, tmp_path, monkeypatch):
+        text = "head -c 5000000 /dev/zero | tr '\\0' x >&2; exit 3"
+        monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
+        with pytest.raises(build.Unavailable, match="failed with code 3: x+[.]{3}$") as error:
+            build.load("linear/forward")
+        assert len(str(error.value)) < 2 * toolchain.SHOWN
+
     @needs_linux
     def test_nothing_of_a_hanging_compiler_goes_on(self, tmp_path, monkeypatch):
         pid = tmp_path / "pid"
@@ -494,7 +594,8 @@ class TestWithout:
         monkeypatch.setattr(toolchain, "SECONDS", 1)
         for _ in range(2):
             with pytest.raises(build.Unavailable, match="did not finish .*longspan doctor --clear"):
-                build.load("linear")
+                build.load("linear/forward")
+            join()
         assert 1 <= len(count.read_text()) <= len(toolchain.sources("linear"))
         assert main(["doctor", "--clear"]) == 0
         assert not folder.exists()
@@ -510,7 +611,7 @@ class TestWithout:
         text = f'case "$*" in *-fopenmp*) echo no OpenMP >&2; exit 1;; esac; exec {COMPILER[0]} "$@"'
         monkeypatch.setenv("CXX", script(tmp_path / "compiler", text))
         # Their trial has found that the kernels are correct.
-        build.load("linear")
+        build.load("linear/forward")
         (seal,) = store.seals(folder)
         assert "-fopenmp" not in seal.flags
 
@@ -525,7 +626,7 @@ class TestWithout:
         monkeypatch.setattr(build, "load", load)
         with warnings.catch_warnings(record=True) as warned, ThreadPoolExecutor(4) as pool:
             warnings.simplefilter("always")
-            assert list(pool.map(lambda _: build.loaded("linear"), range(4))) == [None] * 4
+            assert list(pool.map(lambda _: build.loaded("linear/forward"), range(4))) == [None] * 4
         assert len(calls) == len(warned) == 1
 
 
@@ -539,7 +640,7 @@ class TestTrial:
             source = tmp_path / "linear" / "bad.cpp"
             source.parent.mkdir()
             source.write_text(
-                "".join(f'extern "C" int {name}() {{ {body} }}\n' for name in interface.FAMILIES["linear"])
+                "".join(f'extern "C" int {name}() {{ {body} }}\n' for name in interface.functions("linear"))
             )
             monkeypatch.setattr(toolchain, "SOURCES", (source,))
 
@@ -557,10 +658,10 @@ class TestTrial:
     def test_is_failed_once_and_remembered(self, body, reason, bad, folder, monkeypatch, capsys):
         bad(body)
         with pytest.raises(build.Unavailable, match=f"the compiled kernels failed their trial: {reason}"):
-            build.load("linear")
+            build.load("linear/forward")
         monkeypatch.setattr(toolchain, "compile", never)
         with pytest.raises(build.Unavailable, match="longspan doctor --clear"):
-            build.load("linear")
+            build.load("linear/forward")
         assert list(folder.glob("*.so")) == []
         monkeypatch.setattr(build, "FAMILIES", ("linear",))
         assert main(["doctor"]) == 0
@@ -571,18 +672,18 @@ class TestTrial:
     def test_finds_wrong_kernels_of_every_family(self, family, tmp_path):
         source, library = tmp_path / "wrong.cpp", tmp_path / "wrong.so"
         # Functions without arguments return constants, which no kernel can do without.
-        values = {name: 512 if not arguments else 0 for name, (_, arguments) in interface.FAMILIES[family].items()}
+        values = {name: 512 if not arguments else 0 for name, (_, arguments) in interface.functions(family).items()}
         source.write_text("".join(f'extern "C" long {name}() {{ return {n}; }}\n' for name, n in values.items()))
         toolchain.run([*COMPILER, "-shared", "-fPIC", str(source), "-o", str(library)])
         with pytest.raises(trial.Failed, match="failed their trial: .* is off by "):
-            trial.run(library, family)
+            trial.run({family: library}, family)
 
     def test_that_does_not_end(self, bad, tmp_path, monkeypatch):
         bad("for (volatile int i = 0;; i = i + 1) {}")
         toolchain.compile(COMPILER, tmp_path / "bad.so", toolchain.THIS_MACHINE, openmp=False)
         monkeypatch.setattr(toolchain, "SECONDS", 0.5)
         with pytest.raises(trial.Failed, match="failed their trial: .* did not finish"):
-            trial.run(tmp_path / "bad.so", "linear")
+            trial.run({"linear": tmp_path / "bad.so"}, "linear")
 
     @pytest.mark.parametrize(
         ("text", "reason"),
@@ -597,7 +698,8 @@ class TestTrial:
         monkeypatch.setattr(toolchain, "compile", lambda compiler, library, *_, **__: library.touch() or "")
         monkeypatch.setattr(sys, "executable", script(tmp_path / "program", text))
         with pytest.raises(build.Unavailable, match=f"the compiled kernels cannot be tested: .*{reason}"):
-            build.load("linear")
+            build.load("linear/forward")
+        join()
         assert list(folder.iterdir()) == []
 
 
@@ -621,7 +723,7 @@ class TestPrebuilt:
     @needs_compiler
     def test_come_first_and_need_no_compiler(self, shipped, folder, monkeypatch):
         monkeypatch.setenv("CXX", "no-such-compiler")
-        found = build.find("linear")
+        found = build.find("linear/tiny")
         assert found.library.longspan_answer() == 7
         assert found.path == str(shipped)
         assert found.origin == f"prebuilt for {prebuilt.best().name}"
@@ -644,12 +746,12 @@ class TestPrebuilt:
             case "no library":
                 shipped.write_text("what another system would open")
                 self.list(shipped)
-        found = build.find("linear")
+        found = build.find("linear/tiny")
         assert found.library.longspan_answer() == 42
         assert str(prebuilt.FOLDER) in found.why
         monkeypatch.setenv("CXX", "no-such-compiler")
         with pytest.raises(build.Unavailable, match="the prebuilt kernels cannot be used: .*CXX="):
-            build.load("linear")
+            build.load("linear/tiny")
 
     @needs_compiler
     def test_a_forced_instruction_set_has_its_library(self, shipped, folder, monkeypatch):
@@ -660,7 +762,7 @@ class TestPrebuilt:
         other.write_bytes(content)
         self.list(other)
         monkeypatch.setenv("LONGSPAN_ISA", chosen)
-        found = build.find("linear")
+        found = build.find("linear/tiny")
         assert (found.path, found.origin) == (str(other), f"prebuilt for {chosen}")
         assert f"LONGSPAN_ISA={chosen}" in found.why
         assert not folder.exists()
@@ -746,9 +848,9 @@ class TestInstructionSets:
         monkeypatch.setenv("LONGSPAN_ISA", value)
         monkeypatch.setattr(toolchain, "compile", never)
         with pytest.raises(build.Unavailable, match=f"LONGSPAN_ISA={reason}"):
-            build.find("linear")
+            build.find("linear/tiny")
         with pytest.warns(RuntimeWarning, match=f"without its native CPU kernels: LONGSPAN_ISA={reason}"):
-            assert build.loaded("linear") is None
+            assert build.loaded("linear/tiny") is None
 
     def test_a_set_is_built_once_a_source_has_code_for_it(self, tiny, processor):
         assert [one.name for one in instruction_sets.built()] == ["avx512", "avx2", "generic"]
@@ -779,9 +881,9 @@ class TestInstructionSets:
     def test_a_compiler_that_cannot_follow_is_refused(self, tiny, monkeypatch):
         tiny.write_text(f'#include "{toolchain.FOLDER}/shared/isa.h"\n#include "tiny.h"\n{TINY}')
         monkeypatch.setenv("LONGSPAN_ISA", "avx2")
-        assert build.find("linear").isa == "avx2"
+        assert build.find("linear/tiny").isa == "avx2"
         monkeypatch.setenv("CXX", f"{COMPILER[0]} -mno-avx2")
         with pytest.raises(build.Unavailable, match="LONGSPAN_ISA=avx2, but the compiler generates code for generic"):
-            build.find("linear")
+            build.find("linear/tiny")
         monkeypatch.delenv("LONGSPAN_ISA")
-        assert build.find("linear").isa == "generic"
+        assert build.find("linear/tiny").isa == "generic"

@@ -15,7 +15,7 @@ TESTS = Path(__file__).parents[1]
 # Relative to the largest value. Results in bfloat16 are sums in float32, rounded once, which is off by 2^-8 at most.
 TOLERANCES = {"float32": 2e-6, "bfloat16": 1.25 * 2**-8}
 try:
-    build.find("convolution")
+    build.find("convolution/forward")
     SETS = [one.name for one in instruction_sets.usable()]
     REASON = ""
 except build.Unavailable as error:

@@ -12,9 +12,10 @@ from longspan.ops import linear
 from longspan.ops.linear.features import MAPS
 from longspan.ops.linear.native import step as linear_step
 from longspan.ops.native import build
+from longspan.ops.native.call import available
 
 try:
-    build.load("linear")
+    build.load("linear/forward")
     REASON = ""
 except build.Unavailable as error:
     REASON = str(error)
@@ -186,3 +187,31 @@ class TestNegatedViews:
         negated = {name: torch._neg_view(-t) for name, t in rates.items()}
         found, wanted = (longspan.delta_rule(x, x, x, state=state, **options) for options in (negated, rates))
         torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+
+
+def _gradients(call, shapes):
+    generator = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]
+    grads = torch.autograd.grad(call(*leaves).sin().sum(), leaves)
+    assert not any(grad.requires_grad for grad in grads)
+    return grads
+
+
+@pytest.mark.parametrize(
+    ("unit", "call", "shapes"),
+    [
+        ("linear", longspan.linear_attention, [(2, 3, 40, 8)] * 3),
+        ("gated", lambda q, k, b: longspan.delta_rule(q, k, q, beta=b.sigmoid()[..., 0]), [(2, 3, 40, 8)] * 3),
+        ("general", lambda q, r, e: longspan.general_delta_rule(q, q, q, read=r / 9, erase=e / 9), [(2, 3, 40, 8)] * 3),
+        ("convolution", longspan.causal_convolution, [(2, 40, 8), (8, 4)]),
+        ("pattern", lambda q, k, v: longspan.sparse_attention(q, k, v, "causal"), [(2, 3, 40, 8)] * 3),
+    ],
+)
+def test_gradients_where_the_backward_pass_could_not_be_compiled(unit, call, shapes, monkeypatch):
+    if not available(unit):
+        pytest.skip("no native kernels here")
+    with longspan.backend("native"):
+        right = _gradients(call, shapes)
+        monkeypatch.setitem(build._found, f"{unit}/backward", None)
+        found = _gradients(call, shapes)
+    torch.testing.assert_close(found, right, atol=1e-5, rtol=1e-4)

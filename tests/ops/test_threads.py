@@ -15,7 +15,7 @@ from longspan.ops.native import build
 from longspan.ops.native.build import openmp, toolchain
 
 try:
-    build.load("linear")
+    build.load("linear/forward")
     REASON = ""
 except build.Unavailable as error:
     REASON = str(error)
@@ -159,13 +159,13 @@ def test_a_fork_while_the_kernels_are_loaded():
         build._found.clear()
         started = threading.Event()
 
-        def slow(family):
+        def slow(unit):
             started.set()
             time.sleep(5)
             raise build.Unavailable("it is late")
 
         load, build.load = build.load, slow
-        thread = threading.Thread(target=build.loaded, args=("linear",))
+        thread = threading.Thread(target=build.loaded, args=("linear/step",))
         thread.start()
         started.wait()
         build.load = load
@@ -182,7 +182,7 @@ def test_one_pool_of_threads():
     script("""
         with open("/proc/self/maps") as file:
             runtimes = {line.split()[-1] for line in file if "omp" in os.path.basename(line.split()[-1])}
-        kernels = build.find("linear")
+        kernels = build.find("linear/forward")
         if "clang" not in kernels.origin:
             assert runtimes == {os.path.realpath(openmp.share())}, runtimes
             with open(kernels.path, "rb") as file:

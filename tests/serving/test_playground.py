@@ -298,7 +298,7 @@ def test_a_key_is_asked_for(browser):
             run(page, "with a key", tokens=5)
             page.until("items[0] && !items[0].control")
             assert page.js("items[0].error.hidden && items[0].text.length === 15")
-            page.until("$('live').textContent === '0 of 8 slots'")
+            page.until("$('live').textContent === '0 of 8'")
             assert "secret" not in page.js("JSON.stringify(sessionStorage)")
 
 
@@ -341,7 +341,7 @@ def test_streams_beyond_four_wait_and_can_be_stopped(browser):
 @pytest.mark.full
 def test_metrics_are_read_while_the_page_is_visible(browser, running):
     with opened(browser, running) as page:
-        page.until("$('live').textContent === '0 of 8 slots'")
+        page.until("$('live').textContent === '0 of 8'")
         assert page.js("$('bytes').textContent").endswith("kB")
         page.js("Object.defineProperty(document, 'visibilityState', {value: 'hidden', configurable: true})")
         page.js("document.dispatchEvent(new Event('visibilitychange'))")

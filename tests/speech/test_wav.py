@@ -260,5 +260,5 @@ def test_wav_files_of_16_bits_need_no_library(tmp_path, monkeypatch):
     assert len(wav.read(write(tmp_path / "a.wav", DATA))[0]) == len(DATA)
     path = tmp_path / "b.wav"
     path.write_bytes(riff(b"\0" * 30, bits=24))
-    with pytest.raises(ImportError, match=re.escape('soundfile; pip install "longspan[speech]"')):
+    with pytest.raises(ImportError, match=re.escape('soundfile; pip install ".[speech]"')):
         wav.read(path)

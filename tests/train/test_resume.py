@@ -217,7 +217,7 @@ class TestRefused:
         monkeypatch.setitem(sys.modules, "lightning.pytorch", None)
         monkeypatch.delitem(sys.modules, "longspan.train.loop")
         monkeypatch.delattr(train, "loop")
-        with pytest.raises(ImportError, match=r'training requires lightning.*: pip install "longspan\[train\]"'):
+        with pytest.raises(ImportError, match=r'training requires lightning.*: pip install "\.\[train\]"'):
             fit(TINY, tiny(tmp_path), progress=False)
 
     def test_diverged_run_keeps_the_last_good_checkpoint(self, tmp_path):

@@ -304,6 +304,6 @@ class TestWandb:
 
     def test_a_missing_package_is_named_before_anything_is_written(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "wandb", None)
-        with pytest.raises(ImportError, match=r'wandb; pip install "longspan\[wandb\]"'):
+        with pytest.raises(ImportError, match=r'wandb; pip install "\.\[wandb\]"'):
             fit(TINY, tiny(tmp_path, logger="wandb"), progress=False)
         assert not (tmp_path / "run").exists()

@@ -223,9 +223,9 @@ def _require_regular(found: os.stat_result, path: Path) -> None:
 
 
 @contextlib.contextmanager
-def new_folder(path: Path) -> Iterator[Path]:
+def new_folder(path: Path, mode: int = 0o777) -> Iterator[Path]:
     """Make a temporary folder next to ``path``, to be renamed; without a rename it is removed at the end."""
-    temporary, descriptor = _claim(path, _make_folder)
+    temporary, descriptor = _claim(path, lambda made: _make_folder(made, mode))
     try:
         yield temporary
     finally:
@@ -312,8 +312,8 @@ def _claim(path: Path, make: Callable[[Path], int | None]) -> tuple[Path, int]:
     raise OSError(errno.EAGAIN, f"what is made in {path.parent} vanishes at once", str(path))
 
 
-def _make_folder(path: Path) -> int | None:
-    os.mkdir(path)
+def _make_folder(path: Path, mode: int) -> int | None:
+    os.mkdir(path, mode)
     try:
         # Windows cannot open or lock folders.
         return os.open(os.devnull if os.name == "nt" else path, os.O_RDONLY)

@@ -11,7 +11,7 @@ from pathlib import Path
 def cache_folder() -> Path:
     """Return LONGSPAN_CACHE, or the platform's cache folder. It may not exist yet.
 
-    Without a home folder it is ``longspan-UID`` in the folder for temporary files.
+    Without a home folder it is ``temporary_folder()``.
 
     Raises ValueError if LONGSPAN_CACHE begins with ``~USER`` and that user does not exist, or if no folder for
     temporary files exists.
@@ -28,7 +28,7 @@ def cache_folder() -> Path:
     try:
         home = Path.home()
     except RuntimeError:
-        return _without_home()
+        return temporary_folder()
     if sys.platform == "darwin":
         return home / "Library" / "Caches" / "longspan"
     return home / "longspan" / "Cache" if sys.platform == "win32" else home / ".cache" / "longspan"
@@ -44,7 +44,11 @@ def expanded(path: str | os.PathLike) -> Path:
         raise ValueError(f"{str(path)!r} has no meaning: the system knows no home of {who}") from error
 
 
-def _without_home() -> Path:
+def temporary_folder() -> Path:
+    """Return the folder that replaces the cache folder where that cannot be used: ``longspan-UID`` for temporary files.
+
+    Raises ValueError if it belongs to another user, or if no folder for temporary files exists.
+    """
     name = f"longspan-{os.getuid()}" if hasattr(os, "getuid") else "longspan"
     try:
         folder = Path(tempfile.gettempdir()) / name

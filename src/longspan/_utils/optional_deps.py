@@ -30,10 +30,17 @@ EXTRAS = {
 }
 
 
+def install(*extras: str) -> str:
+    """Return how to install extras, for messages. longspan is on no package index yet, so it needs a clone.
+
+    >>> install("plot", "data")
+    'pip install ".[data,plot]" in a clone of longspan'
+    """
+    return f'pip install ".[{",".join(sorted(extras))}]" in a clone of longspan'
+
+
 def need(what: str, *packages: str) -> None:
-    """Raise ImportError with a pip command if any of these packages is missing; ``what`` names the feature."""
+    """Raise ImportError, with the command, if any of these packages is missing; ``what`` names the feature."""
     if missing := [package for package in packages if find_spec(package) is None]:
-        extras = ",".join(sorted({EXTRAS[package] for package in missing}))
-        raise ImportError(
-            f'missing for {what}: {", ".join(missing)}; pip install "longspan[{extras}]"', name=missing[0]
-        )
+        extras = {EXTRAS[package] for package in missing}
+        raise ImportError(f"missing for {what}: {', '.join(missing)}; {install(*extras)}", name=missing[0])

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from . import atomic_io, palette
+from .optional_deps import install
 
 MODES = ("forward", "forward+backward")
 MARKS = palette.MARKERS
@@ -34,7 +35,7 @@ def pyplot() -> Any:
     try:
         import matplotlib
     except ImportError as error:
-        raise ImportError('the benchmarks draw with matplotlib: pip install "longspan[plot]"') from error
+        raise ImportError(f"the benchmarks draw with matplotlib: {install('plot')}") from error
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from cycler import cycler

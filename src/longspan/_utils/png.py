@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from . import atomic_io
+from .optional_deps import install
 
 
 def save(path: str | Path, images: Tensor, *, columns: int = 0, size: int = 64) -> None:
@@ -47,7 +48,7 @@ def check(path: str | Path) -> None:
     try:
         import PIL  # noqa: F401
     except ImportError as error:
-        raise ImportError('pictures need Pillow: pip install "longspan[data]"') from error
+        raise ImportError(f"pictures need Pillow: {install('data')}") from error
 
 
 def claim_folder(path: str | Path) -> None:

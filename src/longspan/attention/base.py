@@ -14,6 +14,7 @@ from .._utils import spec, typecheck
 from .._utils.aliases import refuse
 from ..modules.init import fill
 from ..ops.isolated import Packed, Part, isolated
+from ..ops.native import build
 from ..ops.shards import active_shards
 from ..patterns import Pattern
 from ..states.utils import clone
@@ -100,6 +101,8 @@ class Attention(nn.Module, Generic[S]):
     """the model positions that the mechanism computes itself: ``relative`` or ``alibi``; "" for none"""
     replaces: ClassVar[str] = ""
     """the mechanism that this one replaces in a model with these positions"""
+    kernels: ClassVar[tuple[str, ...]] = ()
+    """the families of CPU kernels that a call uses if there are several: their first call compiles all at once"""
     states: tuple[type, ...] = ()
     """the NamedTuples that self-attention takes and returns as state"""
     contexts: ClassVar[tuple[type, ...]] = ()
@@ -155,6 +158,7 @@ class Attention(nn.Module, Generic[S]):
             hint = "" if causal or more else f"; {f'bidirectional({self.name})'!r} runs it in both directions"
             raise ValueError(f"{self.name} has no {direction} form; it has: {', '.join(self.directions)}{hint}")
         self.dim, self.heads, self.causal = dim, heads, causal
+        build.expect(*self.kernels)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:

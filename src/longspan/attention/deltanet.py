@@ -48,6 +48,7 @@ class DeltaNet(Attention[DeltaNetState]):
     )
     examples = ("deltanet", "deltanet(convolution=2, negative=True)")
     directions = ("causal",)
+    kernels = ("convolution", "gated")
     states = (DeltaNetState,)
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, convolution: int = 4, negative: bool = False):

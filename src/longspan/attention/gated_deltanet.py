@@ -57,6 +57,7 @@ class GatedDeltaNet(Attention[GatedDeltaNetState]):
         "gated_deltanet(key_heads=1, expand_k=1.5, expand_v=1.0, convolution=0, gate=False, negative=True)",
     )
     directions = ("causal",)
+    kernels = ("convolution", "gated")
     states = (GatedDeltaNetState,)
 
     def __init__(

@@ -48,6 +48,7 @@ class KDA(Attention[KDAState]):
     citation = ("{Kimi Team}", "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025)
     examples = ("kda", "kda(lower_bound=-5.0, convolution=0)")
     directions = ("causal",)
+    kernels = ("convolution", "gated")
     states = (KDAState,)
     no_decay = ("a_log", "dt_bias")
 

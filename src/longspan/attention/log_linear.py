@@ -56,6 +56,7 @@ class LogLinear(Attention[LogLinearState]):
     )
     examples = ("log_linear(channels=5)", "log_linear(levels=4, channels=3, key_heads=2, expand_v=1.5, convolution=0)")
     directions, states = ("causal",), (LogLinearState,)
+    kernels = ("convolution", "gated")
     no_decay = ("level_scale",)
 
     def __init__(

@@ -52,6 +52,7 @@ class Mamba(Attention[MambaState]):
     )
     examples = ("mamba(state_dim=4)", "mamba(expand=1, state_dim=3, conv=2, dt_rank=2)")
     directions, states = ("causal",), (MambaState,)
+    kernels = ("convolution", "scan")
     no_decay = ("a_log",)
 
     def __init__(

@@ -53,6 +53,7 @@ class SSD(Attention[SSDState]):
     )
     examples = ("ssd(channels=5)", "ssd(channels=3, key_heads=2, expand_v=1.5, convolution=0)")
     directions, states = ("causal",), (SSDState,)
+    kernels = ("convolution", "gated")
 
     def __init__(
         self,

@@ -135,7 +135,7 @@ def _kernel(task: Task) -> Function:
     if task["size"] >= LARGEST:
         raise ValueError(f"the native step serves heads of less than {LARGEST} channels, not {task['size']}")
 
-    kernels, out = native.loaded("linear"), torch.empty(task["batch"], task["heads"], 1, task["size"])
+    kernels, out = native.loaded("linear/step"), torch.empty(task["batch"], task["heads"], 1, task["size"])
     assert kernels is not None
     size, options = task["size"], (MAPS["elu"], 1e-6, TYPES[torch.float32], threads())
     sizes = (task["batch"] * task["heads"], size, size, *options)

@@ -315,7 +315,7 @@ def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]
 
 
 def _instruction_set(family: str) -> str:
-    library = build.loaded(family)
+    library = build.loaded(build.interface.units(family)[0])
     assert library is not None
     return instruction_sets.of(library) or "not reported"
 
@@ -448,7 +448,7 @@ class Token:
 
     def alone(self) -> Step:
         """Only the C function; its output and the state. Not for other operands than those of ``operands``."""
-        library = build.loaded(KERNELS[self.kernel].family)
+        library = build.loaded(f"{KERNELS[self.kernel].family}/step")
         assert library is not None
         q, k, v = (t.contiguous() for name, t in self.given.items() if name in ("q", "k", "v") and t is not None)
         out, rows, size = torch.empty_like(v), v.shape[0] * v.shape[1], v.shape[3]

@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-from ..attention import citation, specs
 from .parser import Parser, make, model_help
 
 ATTENTIONS = ("encoder_attention", "cross_attention", "attention")
@@ -23,6 +22,7 @@ def parser() -> Parser:
 
 
 def run(args) -> int:
+    from ..attention import citation, specs
     from ..models import checkpoint
 
     found = []

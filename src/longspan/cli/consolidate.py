@@ -1,6 +1,5 @@
 """``longspan consolidate``: gather the weights of a checkpoint in parts into one file."""
 
-from ..models import checkpoint
 from .parser import Parser, make
 
 MEMORY = "the weights, which must fit into memory"
@@ -28,8 +27,7 @@ def parser() -> Parser:
 
 
 def run(args) -> int:
-    # Imported here: it imports torch.distributed, which takes long.
-    from ..models import parts
+    from ..models import checkpoint, parts
 
     found = parts.consolidate(checkpoint.resolve(args.folder, prefer=args.which), args.out or None)
     print(f"wrote {found / checkpoint.WEIGHTS}")

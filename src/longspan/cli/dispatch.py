@@ -14,7 +14,7 @@ from ..generation.native_decoder import Engine
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..ops.native import build as kernels
-from ..ops.native.build import instruction_sets, openmp
+from ..ops.native.build import instruction_sets, interface, notice, openmp
 
 TOKENS = 256  # length of the sequence that runs; default periods of periodic patterns are at most that
 
@@ -83,24 +83,28 @@ def kernels_status() -> str:
     return kernels_facts(*kernels.tried())["native kernels"] if kernels.tried() else "none were used"
 
 
-def kernels_facts(*families: str) -> dict[str, str]:
-    """Facts about families of native kernels, by label. Compiles missing ones. Default: all families."""
-    found: dict[str, kernels.Kernels] = {}
+def kernels_facts(*names: str) -> dict[str, str]:
+    """Facts about families or units of native kernels, by label. Compiles missing ones. Default: all families."""
+    found: dict[str, list[kernels.Kernels]] = {}
     missing: dict[str, str] = {}
-    for family in families or kernels.FAMILIES:
-        try:
-            found[family] = kernels.find(family)
-        except kernels.Unavailable as error:
-            missing[family] = f"not available: {error}"
-    origins = _lines([*(one.origin for one in found.values()), *missing.values()])
+    units = {name: interface.units(name) for name in names or kernels.FAMILIES}
+    with notice.shown():
+        kernels.compile_ahead(*(unit for those in units.values() for unit in those))
+        for name, those in units.items():
+            try:
+                found[name] = [kernels.find(unit) for unit in those]
+            except kernels.Unavailable as error:
+                missing[name] = f"not available: {error}"
+    every = [one for those in found.values() for one in those]
+    origins = _lines([*(one.origin for one in every), *missing.values()])
     if not found:
         return {"native kernels": origins}
     return {
         "native kernels": origins,
-        "  instructions": f"{_lines(one.isa or 'unknown' for one in found.values())} ({_processor()})",
-        "  flags": _lines(one.flags for one in found.values()),
-        **{f"  {name}": found[name].path if name in found else missing[name] for name in families or kernels.FAMILIES},
-        "  reason": _lines(one.why for one in found.values()),
+        "  instructions": f"{_lines(one.isa for one in every if one.isa) or 'unknown'} ({_processor()})",
+        "  flags": _lines(one.flags for one in every),
+        **{f"  {name}": missing.get(name) or _lines(one.path for one in found[name]) for name in units},
+        "  reason": _lines(one.why for one in every),
         "  OpenMP": openmp.share() or "torch brings no OpenMP library",
     }
 

@@ -101,12 +101,10 @@ def extras() -> list[str]:
     """The installed optional packages, and for each missing one the command that installs it."""
     from importlib.util import find_spec
 
-    from .._utils.optional_deps import EXTRAS
+    from .._utils.optional_deps import EXTRAS, install
 
     there = [name for name in EXTRAS if find_spec(name)]
-    missing = [
-        f"{name} is missing: pip install longspan[{extra}]" for name, extra in EXTRAS.items() if name not in there
-    ]
+    missing = [f"{name} is missing: {install(extra)}" for name, extra in EXTRAS.items() if name not in there]
     return [f"installed: {', '.join(there) or 'none'}", *missing]
 
 

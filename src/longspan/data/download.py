@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from .._utils import atomic_io, memory
+from .._utils.optional_deps import install
 
 # Largest unpacked size of a compressed file, which protects against decompression bombs.
 MOST = 2**32
@@ -161,5 +162,5 @@ def _pooch() -> Any:
     try:
         import pooch
     except ImportError as error:
-        raise ImportError('downloads require pooch: pip install "longspan[data]"') from error
+        raise ImportError(f"downloads require pooch: {install('data')}") from error
     return pooch

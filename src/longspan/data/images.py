@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from .._utils.cache_dirs import cache_folder, expanded
+from .._utils.optional_deps import install
 from .dataset import Dataset
 from .dataset import images as dataset
 from .download import ARCHIVE_ERRORS, MOST, describe, fetch, members, opened, read, take
@@ -55,7 +56,7 @@ def digits(source: str = "") -> Dataset:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise ImportError('digits requires scikit-learn: pip install "longspan[train]"') from error
+        raise ImportError(f"digits requires scikit-learn: {install('train')}") from error
     pixels, classes = load_digits(return_X_y=True)
     pixels, classes = np.asarray(pixels, np.uint8), np.asarray(classes)
     turn = np.empty(len(classes), np.int64)

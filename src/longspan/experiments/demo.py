@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from .. import data
 from .._utils import atomic_io, palette, plots, png, progress
 from .._utils.locks import exclusive_lock
+from .._utils.optional_deps import install
 from ..bench import guard, members, throughput
 from ..bench import report as report_files
 from ..bench.worker import timed
@@ -314,7 +315,7 @@ def _tokens(model: Decoder, prompt: Tensor | None, batch: int, count: int, seed:
 def _layer(scale: Scale) -> dict[str, Any]:
     """Seconds of a recurrent layer by stock code and by longspan's kernels; ``skipped`` names the reason for none."""
     if find_spec("transformers") is None:
-        return {"skipped": 'transformers is not installed; pip install "longspan[transformers]"'}
+        return {"skipped": f"transformers is not installed; {install('transformers')}"}
     on_cpu.restore()
     try:
         title, layer, width = _build_layer()
@@ -581,4 +582,4 @@ def _pyplot() -> Any:
     try:
         return plots.pyplot()
     except ImportError as error:
-        raise ImportError('the demo draws with matplotlib: pip install "longspan[demo]"') from error
+        raise ImportError(f"the demo draws with matplotlib: {install('demo')}") from error

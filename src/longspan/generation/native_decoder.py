@@ -104,7 +104,7 @@ class Engine:
         for name, module in model.named_modules():
             if odd := _odd(name, module, id(module) in pairs):
                 return odd
-        return "" if available("decode") else "the native kernels could not be compiled"
+        return "" if available("decode/step") else "the native kernels could not be compiled"
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
 from ..ops.backends import backend
-from ..ops.native.build.selftest import COMPARISONS, Comparisons
+from ..ops.native.build.selftest import COMPARISONS, Comparisons, Parts
 from .native_decoder import Engine
 
 CASES = (
@@ -22,7 +22,7 @@ CASES = (
 )
 
 
-def _decoders() -> Comparisons:
+def _decoders(parts: Parts) -> Comparisons:
     """Decode steps of whole decoders, in both dtypes of weights."""
     for attention, dtype in CASES:
         with torch.random.fork_rng(devices=[]):

@@ -47,6 +47,7 @@ def kernel(
     kept: int,
     outputs: int = 2,
     saves: int = 0,
+    ready: Callable[[], bool] = lambda: True,
     gradient_shapes: Callable[[R], Sequence[Tensor | None]] | None = None,
 ) -> Callable[[R], Any]:
     """Return ``forward`` as a differentiable function, one operation each way in the graphs of torch.compile.
@@ -63,6 +64,7 @@ def kernel(
         kept: How many tensors ``forward`` returns after the outputs.
         outputs: How many outputs there are.
         saves: How many of them the backward pass takes, before what ``forward`` kept.
+        ready: Returns whether ``backward`` can run; ``again`` replaces it where not.
         gradient_shapes: Allocates the gradients of all inputs; None for tensors like the inputs, with a contiguous one
             for the last.
 
@@ -117,7 +119,7 @@ def kernel(
         def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
             saved, needed = ctx.saved_tensors, list(ctx.needs_input_grad[:inputs])
             given, also = saved[:tensors], saved[tensors:]
-            if torch.is_grad_enabled():
+            if torch.is_grad_enabled() or not ready():
                 rest = (*given[inputs:], *ctx.numbers)
                 found = double_backward(lambda *t: again(operands(*t, *rest)), given[:inputs], grads)
             else:
@@ -174,14 +176,7 @@ def exported(
         # Not an operation itself: inside one, autograd would not record the second forward pass.
         saved = ctx.saved_tensors
         given, fixed = saved[:inputs], (*saved[inputs:], *ctx.numbers)
-        if torch.is_grad_enabled():
-            found = double_backward(lambda *t: form(operands(*t, *fixed)), given, grads)
-        else:
-            leaves = [t if t is None else t.detach().requires_grad_() for t in given]
-            with torch.enable_grad():
-                results = form(operands(*leaves, *fixed))
-            made = iter(torch.autograd.grad(results, [t for t in leaves if t is not None], grads))
-            found = [None if t is None else next(made) for t in given]
+        found = double_backward(lambda *t: form(operands(*t, *fixed)), given, grads)
         return *found, *([None] * len(fixed))
 
     made = _operation(name, f"({fields}) -> (Tensor, Tensor)", run, shapes)

@@ -47,7 +47,9 @@ def needs_autograd(*tensors: Tensor) -> bool:
 def double_backward(
     function: Callable[..., Any], inputs: Sequence[Tensor | None], grads: Sequence[Tensor], **options: Any
 ) -> list[Tensor | None]:
-    """Return differentiable gradients of ``function(*inputs, **options)``.
+    """Return gradients of ``function(*inputs, **options)``, which are differentiable where gradients are enabled.
+
+    Backward passes call it for higher derivatives, and where kernels of the backward pass are missing.
 
     Args:
         function: Computes the outputs from plain operations of torch.
@@ -58,19 +60,21 @@ def double_backward(
     Returns:
         The gradient of each input; None for an input that is None or requires no gradient.
     """
-    # Views, since one input may have been computed from another: gradients must not flow through that.
-    views = [t if t is None else t.view_as(t) for t in inputs]
-    wanted = [t for t in views if t is not None and t.requires_grad]
-    # An output may depend on no input that requires a gradient, such as the state on the queries.
-    made = function(*views, **options)
-    made = (made,) if isinstance(made, Tensor) else made
-    passed = [(out, grad) for out, grad in zip(made, grads, strict=True) if out.requires_grad]
-    if not passed:
-        return [t if t is None or not t.requires_grad else torch.zeros_like(t) for t in views]
-    outputs, above = zip(*passed, strict=True)
-    found = iter(
-        torch.autograd.grad(outputs, wanted, above, create_graph=True, allow_unused=True, materialize_grads=True)
-    )
+    higher = torch.is_grad_enabled()
+    with torch.enable_grad():
+        # Views, since one input may have been computed from another: gradients must not flow through that.
+        views = [t if t is None else t.view_as(t) for t in inputs]
+        wanted = [t for t in views if t is not None and t.requires_grad]
+        # An output may depend on no input that requires a gradient, such as the state on the queries.
+        made = function(*views, **options)
+        made = (made,) if isinstance(made, Tensor) else made
+        passed = [(out, grad) for out, grad in zip(made, grads, strict=True) if out.requires_grad]
+        if not passed:
+            return [t if t is None or not t.requires_grad else torch.zeros_like(t) for t in views]
+        outputs, above = zip(*passed, strict=True)
+        found = iter(
+            torch.autograd.grad(outputs, wanted, above, create_graph=higher, allow_unused=True, materialize_grads=True)
+        )
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 
 

@@ -25,7 +25,7 @@ import yaml
 from .. import data
 from .._utils import model_memory as weights
 from .._utils import signals
-from .._utils.optional_deps import need
+from .._utils.optional_deps import install, need
 from ..attention.specs import parts
 from ..data import Dataset, Labeled, Pairs, Tokens
 from ..models import checkpoint
@@ -195,7 +195,7 @@ def _engine() -> Any:
     try:
         from . import loop as engine
     except ImportError as error:
-        raise ImportError(f'training requires {error.name}: pip install "longspan[train]"', name=error.name) from error
+        raise ImportError(f"training requires {error.name}: {install('train')}", name=error.name) from error
     return engine
 
 

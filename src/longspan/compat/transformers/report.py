@@ -3,13 +3,14 @@
 from collections import Counter
 from typing import NamedTuple
 
+from ..._utils.optional_deps import install
 from . import softmax
 from .families import WRAPPERS
 from .record import replaced, untouched
 
 
 class Status(NamedTuple):
-    """Which functions of transformers run on longspan's kernels; ``print`` shows it as text."""
+    """Which functions of transformers run on longspan's kernels; ``print`` shows those that were called."""
 
     functions: dict[str, dict[str, dict[str, int]]]
     """replaced functions by model type and name, with the number of calls by backend; for the original also why"""
@@ -22,13 +23,17 @@ class Status(NamedTuple):
 
     def __str__(self) -> str:
         lines = []
-        for model, functions in self.functions.items():
-            lines.append(f"{model}: {self.parts.get(model) or ', '.join(functions)}")
-            for name, calls in functions.items():
+        used = [model for model, functions in self.functions.items() if any(functions.values())]
+        for model in used:
+            lines.append(f"{model}: {self.parts.get(model) or ', '.join(self.functions[model])}")
+            for name, calls in self.functions[model].items():
                 lines += [f"  {name}: {count} calls by {what}" for what, count in calls.items()]
-        lines += [f"{model}: {part}" for model, part in self.parts.items() if model not in self.functions]
         lines += [f"softmax layers: {count} calls by {what}" for what, count in self.softmax.items()]
-        lines += [f"{name}: untouched; {why}" for name, why in self.untouched.items()]
+        if waiting := {*self.functions, *self.parts} - {*used}:
+            others = f"{len(waiting)} other model types" if lines else f"{len(waiting)} model types"
+            lines.append(f"{others} run on longspan's kernels once they are called: see .parts")
+        if self.untouched:
+            lines.append(f"{len(self.untouched)} model types or layers are unchanged: see .untouched")
         return "\n".join(lines) or "nothing is replaced; call longspan.compat.transformers.accelerate()"
 
 
@@ -60,7 +65,7 @@ def summary() -> str:
     from .families import TYPES
 
     if find_spec("transformers") is None:
-        return "not installed; pip install longspan[transformers]"
+        return f"not installed; {install('transformers')}"
     from importlib.metadata import version as installed
 
     return f"{installed('transformers')}; longspan.compat.transformers supports {', '.join(TYPES)}"

@@ -71,7 +71,7 @@ def _fill_masks(masks: Tensor, found: Sorted, visibility: Visibility, layout: La
         visibility.band.view(torch.uint8),
     )
     sizes = (*codes.shape, layout.tiles, layout.size, layout.wide // layout.size, layout.back)
-    call.kernels("pattern").longspan_buckets_seen(
+    call.kernels("pattern/seen").longspan_buckets_seen(
         *call.pointers(codes, query_codes, band, masks),
         (ctypes.c_long * 8)(*sizes, reached(visibility.rule, visibility.chunks)),
         threads(),

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..buffers import fresh_like
 from ..native import build, call
 from ..native.build.openmp import threads
-from ..native.call import HALVES, kernels, pointers, readable, strides
+from ..native.call import HALVES, available, kernels, pointers, readable, strides
 from ..operands import double_backward, mark_overwritten, stored
 from ..packed import check_packed
 
@@ -29,7 +29,7 @@ def why_not(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *othe
         return f"they take at most {MOST} taps and rows of a state"
     if not x.numel():
         return "there is nothing to compute"
-    return "" if call.available("convolution") else "they could not be compiled"
+    return "" if available("convolution/forward") else "they could not be compiled"
 
 
 def convolve(
@@ -80,7 +80,7 @@ class _Convolve(torch.autograd.Function):
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
         grad, grad_end = upstream
         *inputs, segments, offsets = ctx.saved_tensors
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or not available("convolution/backward"):
             options: dict[str, Any] = {"activation": ctx.activation, "segments": segments, "cu_seqlens": offsets}
             grads = double_backward(ctx.composed, inputs, (grad, grad_end), **options)
         else:
@@ -104,7 +104,7 @@ def _forward(
     check_packed(offsets, len(x), x.shape[1])
     y, end, first = fresh_like(x), torch.empty_like(state, memory_format=torch.contiguous_format), state.contiguous()
     bias, segments, offsets = (None if t is None else t.contiguous() for t in (bias, segments, offsets))
-    failed = kernels("convolution").longspan_convolution_forward(
+    failed = kernels("convolution/forward").longspan_convolution_forward(
         *pointers(x, y, weight, bias, first, end, segments, offsets),
         strides(x[:, None], y[:, None], weight),
         _sizes(x, weight, state),
@@ -129,7 +129,7 @@ def _backward(
     offsets: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of x, weight, bias and the first state from those of y and the last state."""
-    library, (batch, n, channels), taps = kernels("convolution"), x.shape, weight.shape[1]
+    library, (batch, n, channels), taps = kernels("convolution/backward"), x.shape, weight.shape[1]
     dx, first = fresh_like(x), torch.empty_like(state, memory_format=torch.contiguous_format)
     sums = weight.new_empty(batch * -(-n // library.longspan_convolution_part()), taps + 1, channels)
     grad_end, state = grad_end.contiguous(), state.contiguous()
@@ -177,7 +177,7 @@ def step(
         if bias.shape != (channels,) or bias.dtype not in HALVES or (torch.is_grad_enabled() and bias.requires_grad):
             return None
         bias = bias.detach().float().contiguous()
-    if not readable(weight, bias) or (library := build.loaded("convolution")) is None:
+    if not readable(weight, bias) or (library := build.loaded("convolution/step")) is None:
         return None
     # A clone keeps the strides of a state that does not overlap itself.
     state = state if donate else state.clone()

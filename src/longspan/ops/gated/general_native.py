@@ -41,11 +41,11 @@ def _forward(r: GeneralRecurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor]
     """o (B,H,N,E), the last state (B,H,D,E), and with ``keeps`` the states before every 512 tokens."""
     q, k, v, read, erase, log_decay, state, mask, segments, offsets, scale, early = r
     check_packed(offsets, len(q), q.shape[2])
-    assert kernels("general").longspan_general_span() == SPAN
+    assert kernels("general/forward").longspan_general_span() == SPAN
     o, end, starts = fresh_like(v), contiguous_like(state), kept_states(state, q, offsets, keeps)
     first, mask, segments, offsets = plain(state, mask, segments, offsets)
     kept = starts if keeps else None
-    failed = kernels("general").longspan_general_forward(
+    failed = kernels("general/forward").longspan_general_forward(
         *pointers(q, k, v, read, erase, o, log_decay, first, end, kept, mask, segments, offsets),
         strides(q, k, v, read, erase, o, gate(log_decay)),
         sizes(state, q, v, early),
@@ -70,7 +70,7 @@ def _backward(
     ddecay = None if log_decay is None else fresh_like(log_decay)
     mask, segments, offsets = plain(mask, segments, offsets)
     made = (dq, dk, dv, dread, derase)
-    failed = kernels("general").longspan_general_backward(
+    failed = kernels("general/backward").longspan_general_backward(
         *pointers(q, k, v, read, erase, grad, *made, log_decay, ddecay, *kept, first, mask, segments, offsets),
         strides(q, k, v, read, erase, grad, *made, gate(log_decay), gate(ddecay)),
         sizes(first, q, v, early),
@@ -96,6 +96,7 @@ _attend = kernel(
     _backward,
     shapes=_shapes,
     again=partial(by_sequence, composed),
+    ready=lambda: call.available("general/backward"),
     inputs=7,
     kept=1,
 )
@@ -116,7 +117,7 @@ def step(r: GeneralRecurrence, donate: bool) -> tuple[Tensor, Tensor] | None:
         log_decay = log_decay.float()
     if not readable(q, k, v, read, erase, dtype=dtype) or not readable(state, log_decay) or not stored(state):
         return None
-    if (library := build.loaded("general")) is None:
+    if (library := build.loaded("general/step")) is None:
         return None
     batch, groups, heads, keys, values = found
     log_decay = log_decay if log_decay is None else log_decay.contiguous()

@@ -43,10 +43,10 @@ def _forward(r: Recurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E), and with ``keeps`` the states before every 512 tokens."""
     q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalize = r
     check_packed(offsets, len(q), q.shape[2])
-    assert kernels("gated").longspan_gated_span() == SPAN
+    assert kernels("gated/forward").longspan_gated_span() == SPAN
     o, end, starts = fresh_like(v), contiguous_like(state), kept_states(state, q, offsets, keeps)
     first, mask, segments, offsets = plain(state, mask, segments, offsets)
-    failed = kernels("gated").longspan_gated_forward(
+    failed = kernels("gated/forward").longspan_gated_forward(
         *pointers(q, k, v, o, log_decay, beta, first, end, starts if keeps else None, mask, segments, offsets),
         strides(q, k, v, o, gate(log_decay), gate(beta)),
         sizes(state, q, v, normalize),
@@ -70,7 +70,7 @@ def _backward(
     dv, first = fresh_like(v), grad_end.clone(memory_format=torch.contiguous_format)
     ddecay, dbeta = (None if t is None else fresh_like(t) for t in (log_decay, beta))
     mask, segments, offsets = plain(mask, segments, offsets)
-    failed = kernels("gated").longspan_gated_backward(
+    failed = kernels("gated/backward").longspan_gated_backward(
         *pointers(q, k, v, grad, dq, dk, dv, log_decay, beta, ddecay, dbeta, *kept, first, mask, segments, offsets),
         strides(q, k, v, grad, dq, dk, dv, *map(gate, (log_decay, beta, ddecay, dbeta))),
         sizes(first, q, v, normalize),
@@ -95,6 +95,7 @@ _attend = kernel(
     _backward,
     shapes=_shapes,
     again=partial(prepared, composed),
+    ready=lambda: call.available("gated/backward"),
     inputs=6,
     kept=1,
 )
@@ -115,7 +116,7 @@ def step(r: Recurrence, donate: bool) -> tuple[Tensor, Tensor] | None:
         log_decay, beta = (t if t is None or t.dtype not in HALVES else t.float() for t in (log_decay, beta))
     if not readable(q, k, v, dtype=dtype) or not readable(state, log_decay, beta) or not stored(state):
         return None
-    if (library := build.loaded("gated")) is None:
+    if (library := build.loaded("gated/step")) is None:
         return None
     batch, groups, heads, keys, values = found
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()

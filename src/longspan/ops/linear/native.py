@@ -27,7 +27,7 @@ def _forward(r: LinearOperands, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v, state, mask, segments, feature_map, eps, *_ = r
     o, end, below = fresh_like(v), _state(q, v), _denominators(q)
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
-    failed = kernels("linear").longspan_linear_forward(
+    failed = kernels("linear/forward").longspan_linear_forward(
         *pointers(q, k, v, o, below, state, end, mask, segments),
         strides(q, k, v, o),
         *q.shape,
@@ -50,7 +50,7 @@ def _backward(
     dq, dk, dv, first = fresh_like(q), fresh_like(k), fresh_like(v), _state(q, v)
     grad_end = grad_end.contiguous()
     state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
-    failed = kernels("linear").longspan_linear_backward(
+    failed = kernels("linear/backward").longspan_linear_backward(
         *pointers(q, k, v, o, grad, dq, dk, dv, below, state, grad_end, first, mask, segments),
         strides(q, k, v, o, grad, dq, dk, dv),
         *q.shape,
@@ -76,6 +76,7 @@ attend = kernel(
     _backward,
     shapes=_shapes,
     again=composed,
+    ready=lambda: call.available("linear/backward"),
     inputs=4,
     kept=1,
     saves=1,
@@ -116,7 +117,7 @@ def step(r: LinearOperands, donate: bool) -> tuple[Tensor, Tensor] | None:
         return None
     if tokens != 1 or not batch * heads or not 0 < keys <= LARGEST or not 0 < values < LARGEST:
         return None
-    if (library := build.loaded("linear")) is None:
+    if (library := build.loaded("linear/step")) is None:
         return None
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)

@@ -59,23 +59,24 @@ def why_not(
         return "they take a state in float32"
     if not (q.numel() and v.numel()):
         return "there is nothing to compute"
-    return "" if available(family) else "they could not be compiled"
+    return "" if available(f"{family}/forward") else "they could not be compiled"
 
 
-def kernels(family: str) -> ctypes.CDLL:
-    """Return the kernels of a family for which ``available`` is true."""
-    found = build.loaded(family)
+def kernels(unit: str) -> ctypes.CDLL:
+    """Return the kernels of a unit for which ``available`` is true."""
+    found = build.loaded(unit)
     assert found is not None
     return found
 
 
 @mark_dynamo_constant
-def available(*families: str) -> bool:
-    """Return whether the kernels of ``families``, by default all, can be used; compiles them on first use.
+def available(*names: str) -> bool:
+    """Return whether the kernels of units or families, by default all, can be used; compiles them on first use.
 
     torch.compile treats the result as a constant.
     """
-    return all(build.loaded(family) is not None for family in families or build.FAMILIES)
+    names = names or tuple(build.FAMILIES)
+    return all(build.loaded(unit) is not None for name in names for unit in build.interface.units(name))
 
 
 def readable(*tensors: Tensor | None, dtype: torch.dtype = torch.float32) -> bool:

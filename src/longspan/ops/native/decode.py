@@ -162,7 +162,7 @@ class Weights:
     def linear(self, weights: Iterable[Tensor], biases: Iterable[Tensor | None]) -> Linear:
         """Pack maps (out,in) of one input into one map with concatenated outputs."""
         weight, biases = torch.cat([w.detach() for w in weights]).contiguous(), list(biases)
-        library = kernels("decode")
+        library = kernels("decode/step")
         packed = weight.new_empty(library.longspan_packed_size(*weight.shape))
         library.longspan_pack(weight.data_ptr(), *weight.shape, TYPES[self.dtype], packed.data_ptr())
         given = [b for b in biases if b is not None]
@@ -186,7 +186,7 @@ class Weights:
         # Whole vectors of channels, of 16 at most.
         packed = torch.empty(-(-channels // 16) * 16 * (count + 1), dtype=torch.float32, device="cpu")
         address = None if bias is None else bias.data_ptr()
-        kernels("decode").longspan_pack_taps(weight.data_ptr(), address, channels, count, packed.data_ptr())
+        kernels("decode/step").longspan_pack_taps(weight.data_ptr(), address, channels, count, packed.data_ptr())
         return self._keep(packed)
 
     def table(self, x: Tensor) -> int:
@@ -227,7 +227,7 @@ def step(
     Raises:
         MemoryError: the activations cannot be allocated.
     """
-    code = kernels("decode").longspan_decode(
+    code = kernels("decode/step").longspan_decode(
         ctypes.addressof(model),
         ctypes.addressof(states),
         None if tokens is None else tokens.data_ptr(),

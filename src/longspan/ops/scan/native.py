@@ -32,7 +32,7 @@ def why_not(r: Diagonal | Selective) -> str:
         return "they take float32, bfloat16 or float16"
     if not all(t.numel() for t in numbers):
         return "there is nothing to compute"
-    if not call.available("scan"):
+    if not call.available("scan/selective" if isinstance(r, Selective) else "scan/diagonal"):
         return "they could not be compiled"
     too_many = isinstance(r, Selective) and r.A.shape[1] > MOST
     return f"they take at most {MOST} states of a channel" if too_many else ""
@@ -51,11 +51,11 @@ def _diagonal_forward(r: Diagonal, keeps: bool) -> tuple[Tensor, Tensor, Tensor]
     """y (B,N,C), the last state (B,C), and with ``keeps`` the states before every 64 tokens."""
     x, g, state, mask, segments, offsets = r
     check_packed(offsets, len(x), x.shape[1])
-    assert kernels("scan").longspan_scan_tile() == TILE
+    assert kernels("scan/diagonal").longspan_scan_tile() == TILE
     y, end, starts = fresh_like(x), contiguous_like(state), _starts(r, keeps)
     first = state.contiguous()
     mask, segments, offsets = _plain(mask, segments, offsets)
-    failed = kernels("scan").longspan_diagonal_forward(
+    failed = kernels("scan/diagonal").longspan_diagonal_forward(
         *pointers(x, g, y, first, end, starts if keeps else None, mask, segments, offsets),
         *_layout(x, g, y),
         _sizes(*x.shape, len(state)),
@@ -72,7 +72,7 @@ def _diagonal_backward(
     grad, grad_end = grads[0], grads[1].contiguous()
     dx, dg, first = fresh_like(x), fresh_like(g), contiguous_like(grad_end)
     mask, segments, offsets = _plain(mask, segments, offsets)
-    failed = kernels("scan").longspan_diagonal_backward(
+    failed = kernels("scan/diagonal").longspan_diagonal_backward(
         *pointers(x, g, grad, dx, dg, *kept, grad_end, first, mask, segments, offsets),
         *_layout(x, g, grad, dx, dg),
         _sizes(*x.shape, len(first)),
@@ -104,7 +104,7 @@ def diagonal_step(r: Diagonal, donate: bool) -> tuple[Tensor, Tensor] | None:
         return None
     if not (_readable(x) and _readable(g) and readable(state)) or not stored(state):
         return None
-    if (library := build.loaded("scan")) is None:
+    if (library := build.loaded("scan/diagonal")) is None:
         return None
     state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
     y = torch.empty_like(x)
@@ -130,11 +130,11 @@ def _selective_forward(r: Selective, keeps: bool) -> tuple[Tensor, Tensor, Tenso
     """y (B,N,channels), the last state (B,channels,S), and with ``keeps`` the states before every 64 tokens."""
     x, dt, A, B, C, D, z, dt_bias, state, mask, segments, offsets, softplus = r
     check_packed(offsets, len(x), x.shape[1])
-    assert kernels("scan").longspan_scan_tile() == TILE
+    assert kernels("scan/selective").longspan_scan_tile() == TILE
     y, end, starts = fresh_like(x), contiguous_like(state), _starts(r, keeps)
     rates, skip, bias, first = _plain(A, D, dt_bias, state)
     mask, segments, offsets = _plain(mask, segments, offsets)
-    failed = kernels("scan").longspan_selective_forward(
+    failed = kernels("scan/selective").longspan_selective_forward(
         *pointers(x, dt, B, C, z, y, rates, skip, bias, first, end, starts if keeps else None, mask, segments, offsets),
         *_layout(x, dt, B, C, z, y),
         _sizes(*x.shape, len(state), state.shape[2]),
@@ -159,7 +159,7 @@ def _selective_backward(
     channel_sums, others = new(2, sequences, channels), new(2, channels)
     weights = _plain(A, D, dt_bias)
     mask, segments, offsets = _plain(mask, segments, offsets)
-    failed = kernels("scan").longspan_selective_backward(
+    failed = kernels("scan/selective").longspan_selective_backward(
         *pointers(x, dt, B, C, z, grad, dx, ddt, dz, *weights, *kept, grad_end, first),
         *pointers(shares, rate_sums, channel_sums, pairs, rates, others, mask, segments, offsets),
         *_layout(x, dt, B, C, z, grad, dx, ddt, dz),
@@ -223,7 +223,7 @@ def selective_step(r: Selective, donate: bool) -> tuple[Tensor, Tensor] | None:
             if not readable(t):
                 return None
         weights.append(t)
-    if (library := build.loaded("scan")) is None:
+    if (library := build.loaded("scan/selective")) is None:
         return None
     state = state.contiguous() if donate else state.clone(memory_format=torch.contiguous_format)
     y = torch.empty_like(x)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ... import patterns
 from ..backends import log_backend, mark_dynamo_constant, resolve_backend
+from ..native.call import available
 from ..operands import double_backward
 from ..softmax.dense import repeat
 from . import definition, flex, tiles
@@ -276,7 +277,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or (ctx.options[-1] and not available("pattern/backward")):
         q, k, v, *_ = ctx.saved_tensors
         return *double_backward(_plain, (q, k, v), (grad,), options=ctx.options), None, None, None, None, None
     return *_backward_op(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None

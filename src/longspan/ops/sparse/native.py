@@ -40,7 +40,7 @@ def forward(
     Raises:
         MemoryError: If the blocks of all threads do not fit into memory.
     """
-    failed = kernels("pattern").longspan_pattern_forward(
+    failed = kernels("pattern/forward").longspan_pattern_forward(
         *pointers(q, k, v, out, lse, _offsets(q, k, blocks), blocks.keys, blocks.which, blocks.masks),
         strides(q, k, v, out),
         _sizes(q, k, v, blocks),
@@ -74,7 +74,7 @@ def backward(
         MemoryError: If the sums of all threads do not fit into memory.
     """
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    failed = kernels("pattern").longspan_pattern_backward(
+    failed = kernels("pattern/backward").longspan_pattern_backward(
         *pointers(q, k, v, out, grad, dq, dk, dv, lse, _offsets(q, k, blocks), blocks.keys, blocks.which, blocks.masks),
         strides(q, k, v, out, grad, dq, dk, dv),
         _sizes(q, k, v, blocks),

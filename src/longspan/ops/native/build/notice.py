@@ -1,4 +1,4 @@
-"""The line on stderr during the compilation of kernels."""
+"""The line on stderr while a call waits for the compilation of kernels."""
 
 import contextlib
 import os
@@ -9,14 +9,30 @@ from ...._utils.progress import say
 
 QUIET = "LONGSPAN_QUIET"  # the environment variable that disables the line
 AFTER = 2.0  # seconds of silence
-ABOUT = 15  # seconds that a family takes on two cores, its trial included
+ABOUT = 10  # seconds that a call waits on two cores
+
+_compiled: dict[str, int] = {}  # how many threads compile kernels of this name, or wait for another process
 
 
 @contextlib.contextmanager
-def shown(family: str) -> Generator[None, None, None]:
-    """Print one line if the block takes longer than AFTER, unless the environment variable QUIET is set."""
-    text = f"longspan: compiling CPU kernels ({family}) for this machine, once, about {ABOUT} s"
-    timer = threading.Timer(AFTER, say, (text,))
+def compiling(name: str) -> Generator[None, None, None]:
+    """Say that the block compiles kernels: ``shown`` lists them."""
+    _compiled[name] = _compiled.get(name, 0) + 1
+    try:
+        yield
+    finally:
+        _compiled[name] -= 1
+
+
+def forget() -> None:
+    """Forget compilations, in a forked process: its parent waits for them."""
+    _compiled.clear()
+
+
+@contextlib.contextmanager
+def shown() -> Generator[None, None, None]:
+    """Print one line if kernels are compiled after AFTER seconds of the block, unless QUIET is set."""
+    timer = threading.Timer(AFTER, _print)
     timer.daemon = True
     if os.environ.get(QUIET, "0") in ("", "0"):
         timer.start()
@@ -24,3 +40,9 @@ def shown(family: str) -> Generator[None, None, None]:
         yield
     finally:
         timer.cancel()
+
+
+def _print() -> None:
+    families = dict.fromkeys(name.partition("/")[0] for name, threads in list(_compiled.items()) if threads)
+    if families:
+        say(f"longspan: compiling CPU kernels ({', '.join(families)}) for this machine, once, about {ABOUT} s")

@@ -1,6 +1,8 @@
 """Compares newly compiled kernels with definitions, in the child process of a trial."""
 
 import ctypes
+import json
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -15,28 +17,43 @@ from .trial import PASSED, WRONG
 TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
-def main(library: str, *families: str) -> None:
-    """Test ``families`` of a library, by default all, in this process, and print PASSED or WRONG."""
+def main() -> None:
+    """Answer each request of ``trial`` on stdin: test the kernels in this process, and print PASSED or WRONG."""
+    openmp.share()
+    for line in sys.stdin:
+        request = json.loads(line)
+        print(_tested(request["libraries"], request["tested"]), flush=True)
+
+
+def _tested(libraries: dict[str, str], tested: str) -> str:
     from .. import build
 
-    openmp.share()
-    families = families or tuple(interface.FAMILIES)
-    kernels = interface.declare(ctypes.CDLL(library), *families)
-    # All calls of this process use this library.
-    build.loaded = lambda family: kernels if family in families else None  # pyright: ignore[reportAttributeAccessIssue] (replaced on purpose)
-    for name, found, right in (one for family in families for one in COMPARISONS[family]()):
+    opened = {
+        unit: interface.declare(ctypes.CDLL(path), unit)
+        for name, path in libraries.items()
+        for unit in interface.units(name)
+    }
+    # All calls of this process use these libraries.
+    build.loaded = opened.get
+    family, _, part = tested.partition("/")
+    for name, found, right in COMPARISONS[family](frozenset([part] if part else interface.FAMILIES[family])):
         error = ((found.double() - right).abs().max() / right.abs().max()).item()
         if not error < TOLERANCES[found.dtype]:
-            print(f"{WRONG}{name} is off by {error:.1e}, relative to the largest value")
-            return
-    print(PASSED)
+            return f"{WRONG}{name} is off by {error:.1e}, relative to the largest value"
+    return PASSED
 
 
 # (what is compared, result, correct result in float64)
 Comparisons = Iterator[tuple[str, Tensor, Tensor]]
+Parts = frozenset[str]  # which parts of a family to compare: its units without the family
 
 
-def _linear() -> Comparisons:
+def _lacks(tokens: int, parts: Parts) -> bool:
+    """Return whether no part serves a call of so many tokens: one by the step, more by the passes over a sequence."""
+    return "step" not in parts if tokens == 1 else not parts & {"forward", "backward"}
+
+
+def _linear(parts: Parts) -> Comparisons:
     """Linear attention of tokens and sequences, on sizes that use several threads."""
     from ... import linear
     from ...backends import backend
@@ -49,38 +66,44 @@ def _linear() -> Comparisons:
             right = partial(_dense, phi)
             where = f"for feature map {name}, heads of {width} and {dtype}"
             for kind, batch, heads, tokens in (("a token", 9, 4, 1), ("a sequence", 2, 3, 300)):
-                parts = [torch.randn(batch, heads, tokens, width, generator=generator).to(dtype) for _ in range(3)]
+                if _lacks(tokens, parts):
+                    continue
+                gradients = tokens > 1 and "backward" in parts
+                given = [torch.randn(batch, heads, tokens, width, generator=generator).to(dtype) for _ in range(3)]
                 state = torch.rand(batch, heads, width, width + 1, generator=generator)
                 with backend("native"):
-                    results = _values(native, parts, state, gradients=tokens > 1)
-                expected = _values(right, [t.double() for t in parts], state.double(), gradients=tokens > 1)
+                    results = _values(native, given, state, gradients)
+                expected = _values(right, [t.double() for t in given], state.double(), gradients)
                 for part, result, definition in zip(PARTS, results, expected, strict=False):
                     yield f"{kind}'s {part} {where}", result, definition
 
 
-def _gated() -> Comparisons:
+def _gated(parts: Parts) -> Comparisons:
     """Decay and the delta rule, with two value heads per key head."""
     from ... import gated
     from ...backends import backend
 
     generator = torch.Generator().manual_seed(0)
     for n, shape in ((1, (3, 4, 1)), (70, (3, 4, 70)), (70, (3, 4, 70, 37))):
+        if _lacks(n, parts):
+            continue
+        gradients = n > 1 and "backward" in parts
         q, k = (torch.nn.functional.normalize(torch.randn(3, 2, n, 37, generator=generator), dim=-1) for _ in "qk")
         v, state = torch.randn(3, 4, n, 64, generator=generator), torch.randn(3, 4, 37, 64, generator=generator)
         gates = {"log_decay": -torch.rand(shape, generator=generator), "beta": torch.rand(3, 4, n, generator=generator)}
         with backend("native"):
-            results = _values(partial(gated.recur, **gates), [q, k, v], state, gradients=n > 1)
+            results = _values(partial(gated.recur, **gates), [q, k, v], state, gradients)
         exact = {name: t.double() for name, t in gates.items()}
 
         def right(q: Tensor, k: Tensor, v: Tensor, state: Tensor, exact: Any = exact) -> tuple[Tensor, Tensor]:
             return gated.definition.attend(gated.Recurrence(q, k, v, **exact, state=state, scale=37**-0.5))
 
-        expected = _values(right, [t.double() for t in (q, k, v)], state.double(), gradients=n > 1)
+        expected = _values(right, [t.double() for t in (q, k, v)], state.double(), gradients)
         for part, result, definition in zip(PARTS, results, expected, strict=False):
             yield f"the {part} of the delta rule for {n} tokens, decay {shape}", result, definition
 
 
-def _general() -> Comparisons:
+def _general(parts: Parts) -> Comparisons:
     """The general delta rule, with two value heads per key head, reads before and after the decay."""
     from ...backends import backend
     from ...gated import general
@@ -88,19 +111,24 @@ def _general() -> Comparisons:
     generator = torch.Generator().manual_seed(0)
     cases = (1, (3, 4, 1, 37), True), (1, (3, 4, 1), False), (70, (3, 4, 70), False), (70, (3, 4, 70, 37), True)
     for n, shape, early in cases:
+        if _lacks(n, parts):
+            continue
+        gradients = n > 1 and "backward" in parts
         vectors = [torch.randn(3, 2, n, 37, generator=generator) for _ in range(4)]
         q, k, read, erase = (torch.nn.functional.normalize(t, dim=-1) for t in vectors)
         v, state = torch.randn(3, 4, n, 64, generator=generator), torch.randn(3, 4, 37, 64, generator=generator)
         gates = {"read": read, "erase": erase, "log_decay": -torch.rand(shape, generator=generator)}
         for t in gates.values():
-            t.requires_grad_(n > 1)
+            t.requires_grad_(gradients)
         with backend("native"):
-            results = _values(partial(general.recur, **gates, read_before_decay=early), [q, k, v], state, n > 1, gates)
-        exact = {name: t.detach().double().requires_grad_(n > 1) for name, t in gates.items()}
+            results = _values(
+                partial(general.recur, **gates, read_before_decay=early), [q, k, v], state, gradients, gates
+            )
+        exact = {name: t.detach().double().requires_grad_(gradients) for name, t in gates.items()}
         right = partial(_general_definition, exact, early)
-        expected = _values(right, [t.double() for t in (q, k, v)], state.double(), n > 1, exact)
-        parts = (*PARTS, "gradient of reads", "gradient of erasures", "gradient of decays")
-        for part, result, definition in zip(parts, results, expected, strict=False):
+        expected = _values(right, [t.double() for t in (q, k, v)], state.double(), gradients, exact)
+        names = (*PARTS, "gradient of reads", "gradient of erasures", "gradient of decays")
+        for part, result, definition in zip(names, results, expected, strict=False):
             yield f"the {part} of the general delta rule for {n} tokens, decay {shape}", result, definition
 
 
@@ -113,7 +141,7 @@ def _general_definition(
     return general.general_definition.attend(r)
 
 
-def _convolutions() -> Comparisons:
+def _convolutions(parts: Parts) -> Comparisons:
     """The causal convolution of tokens and sequences in each dtype."""
     from ... import convolution
     from ...backends import backend
@@ -121,20 +149,23 @@ def _convolutions() -> Comparisons:
     generator = torch.Generator().manual_seed(0)
     names = ("output", "last state", "gradient of x", "gradient of weight", "gradient of bias", "gradient of state")
     for n, dtype in ((1, torch.float32), (300, torch.float32), (70, torch.bfloat16), (70, torch.float16)):
+        if _lacks(n, parts):
+            continue
+        gradients = n > 1 and "backward" in parts
         shapes = (3, n, 133), (133, 4), (133,), (3, 3, 133)
         given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
         results = []
         for name, leaves in (("native", given), ("reference", [t.double() for t in given])):
-            leaves = [t.detach().requires_grad_(n > 1) for t in leaves]
+            leaves = [t.detach().requires_grad_(gradients) for t in leaves]
             with backend(name):
                 found = convolution.convolve(*leaves, activation="silu")
-            grads = torch.autograd.grad(found[0].sin().sum() + found[1].sin().sum(), leaves) if n > 1 else ()
+            grads = torch.autograd.grad(found[0].sin().sum() + found[1].sin().sum(), leaves) if gradients else ()
             results.append([t.detach() for t in (*found, *grads)])
         for part, result, definition in zip(names, *results, strict=False):
             yield f"the {part} of the convolution of {n} tokens in {dtype}", result, definition
 
 
-def _scans() -> Comparisons:
+def _scans(parts: Parts) -> Comparisons:
     """Both scans of tokens and sequences, on sizes that use several threads."""
     from ... import scan
     from ...backends import backend
@@ -151,8 +182,8 @@ def _scans() -> Comparisons:
         rich = {"x": numbers(*tokens), "dt": numbers(*tokens), "A": 4 * rates, "B": numbers(*states)}
         rich |= {"C": numbers(*states), "D": numbers(channels), "z": numbers(*tokens), "dt_bias": numbers(channels)}
         rich |= {"state": numbers(3, channels, size)}
-        calls: Any = (scan.diagonal, simple), (partial(scan.selective, softplus=True), rich)
-        for call, given in calls:
+        calls: Any = ("diagonal", scan.diagonal, simple), ("selective", partial(scan.selective, softplus=True), rich)
+        for call, given in ((call, given) for part, call, given in calls if part in parts):
             results = []
             for name, dtype in (("native", torch.float32), ("reference", torch.float64)):
                 leaves = {part: t.to(dtype).requires_grad_(n > 1) for part, t in given.items()}
@@ -161,33 +192,36 @@ def _scans() -> Comparisons:
                 loss = found[0].sin().sum() + found[1].sin().sum()
                 grads = torch.autograd.grad(loss, list(leaves.values())) if n > 1 else ()
                 results.append([t.detach() for t in (*found, *grads)])
-            parts = ("output", "last state", *(f"gradient of {part}" for part in given))
-            for part, result, definition in zip(parts, *results, strict=False):
+            names = ("output", "last state", *(f"gradient of {part}" for part in given))
+            for part, result, definition in zip(names, *results, strict=False):
                 yield f"the {part} of a scan of {n} tokens, {channels} channels, {size} states", result, definition
 
 
-def _patterns() -> Comparisons:
+def _patterns(parts: Parts) -> Comparisons:
     """Attention under patterns with full, partial and empty blocks, with two query heads per key head."""
     from .... import patterns
     from ... import sparse
     from ...backends import backend
 
-    generator = torch.Generator().manual_seed(0)
-    for text in ("band(40)", "causal - band(40)"):
+    generator, backward = torch.Generator().manual_seed(0), "backward" in parts
+    for text in ("band(40)", "causal - band(40)") if parts & {"forward", "backward"} else ():
         pattern, leaves = patterns.parse(text), []
         for heads, width in ((4, 37), (2, 37), (2, 64)):
-            leaves.append(torch.randn(3, heads, 150, width, generator=generator).requires_grad_())
-        exact = [t.detach().double().requires_grad_() for t in leaves]
+            leaves.append(torch.randn(3, heads, 150, width, generator=generator).requires_grad_(backward))
+        exact = [t.detach().double().requires_grad_(backward) for t in leaves]
         with backend("native"):
             output = sparse.attend(leaves[0], leaves[1], leaves[2], pattern)
         k, v = (t.repeat_interleave(2, 1) for t in exact[1:])
         right = sparse.dense(exact[0], k, v, pattern, scale=37**-0.5)[0]
-        found, expected = ([o, *torch.autograd.grad(o.sin().sum(), x)] for o, x in ((output, leaves), (right, exact)))
-        for part, result, definition in zip((PARTS[0], *PARTS[2:5]), found, expected, strict=True):
+        found, expected = (
+            [o, *(torch.autograd.grad(o.sin().sum(), x) if backward else ())]
+            for o, x in ((output, leaves), (right, exact))
+        )
+        for part, result, definition in zip((PARTS[0], *PARTS[2:5]), found, expected, strict=False):
             yield f"the {part} under {text}", result.detach(), definition.detach()
 
 
-COMPARISONS: dict[str, Callable[[], Comparisons]] = {
+COMPARISONS: dict[str, Callable[[Parts], Comparisons]] = {
     "linear": _linear,
     "gated": _gated,
     "general": _general,

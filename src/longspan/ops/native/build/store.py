@@ -1,17 +1,18 @@
 """Kernels compiled on this machine, in a folder of the user: tested once, sealed, and checked before each use."""
 
 import contextlib
+import errno
 import functools
 import hashlib
 import json
 import os
 import platform
-import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from ...._utils import atomic_io
 from . import instruction_sets, notice, openmp, toolchain, trial, trusted
 from .toolchain import Hangs, Unavailable
 
@@ -32,35 +33,55 @@ class Seal:
     failed: str = ""
     """why compilation or trial failed, so that it is not repeated; "" if there is a library"""
     family: str = ""
-    """the family of kernels in the library"""
+    """the family or the unit of kernels in the library"""
 
 
-def provide(family: str, compiler: list[str], folder: Path) -> tuple[Path, Seal]:
-    """Return the library of a family for this compiler and processor, compiled and tested if needed.
+def nothing_more() -> Mapping[str, Path]:
+    return {}
+
+
+def provide(
+    name: str,
+    compiler: list[str],
+    folder: Path,
+    more: Callable[[], Mapping[str, Path]] = nothing_more,
+    before: Callable[[], object] = nothing_more,
+) -> tuple[Path, Seal]:
+    """Return the library of a family or a unit for this compiler and processor, compiled and tested if needed.
 
     A library is complete once its seal exists, which is written last and renamed into place. If several processes need
     it, one compiles and the others wait. If files cannot be locked, each process compiles, and all results are valid.
     A compiler that hangs and a library that fails its trial are remembered.
+
+    Args:
+        name: The family or the unit.
+        compiler: The start of a command.
+        folder: Where libraries are kept.
+        more: Returns the libraries that the trial needs besides, by name. Called after the compilation.
+        before: Called before a compilation.
 
     Raises:
         Unavailable: the library cannot be provided.
         OSError: the folder cannot be used; Untrusted if other users could replace its contents.
     """
     folder = trusted.folder(folder)
-    path = folder / f"{key(family, compiler)}.json"
+    # No library in such a folder can be loaded.
+    if hasattr(os, "ST_NOEXEC") and os.statvfs(folder).f_flag & os.ST_NOEXEC:
+        raise OSError(errno.EACCES, "its file system is mounted with the option noexec", str(folder))
+    path = folder / f"{key(name, compiler)}.json"
     seal = read(path)
     if seal is None:
-        with notice.shown(family), _locked(path.with_suffix(".lock")):
-            seal = read(path) or _make(family, compiler, folder, path)
+        with notice.compiling(name), _locked(path.with_suffix(".lock")):
+            seal = read(path) or _make(name, compiler, folder, path, more, before)
     if seal.failed:
         raise Unavailable(f"{seal.failed} (run longspan doctor --clear to try again)")
     return folder / seal.library, seal
 
 
-def key(family: str, compiler: list[str]) -> str:
+def key(name: str, compiler: list[str]) -> str:
     """Hash sources, flags, compiler, OpenMP, processor and the forced set. Raises Unavailable."""
-    digest = hashlib.sha256(family.encode() + b"\0")
-    for file in (*toolchain.sources(family), *toolchain.HEADERS, Path(toolchain.__file__)):
+    digest = hashlib.sha256(name.encode() + b"\0")
+    for file in (*toolchain.sources(name), *toolchain.HEADERS, Path(toolchain.__file__)):
         digest.update(f"{file.parent.name}/{file.name}".encode() + b"\0" + file.read_bytes())
     shared = str(bool(openmp.share()))
     machine = (instruction_sets.target(), platform.machine(), processor())
@@ -132,40 +153,51 @@ def _lock(path: Path) -> int | None:
     return None
 
 
-def _make(family: str, compiler: list[str], folder: Path, path: Path) -> Seal:
-    with tempfile.TemporaryDirectory(prefix=".", dir=folder) as work:
-        seal = _compiled(family, compiler, folder, Path(work))
-        written = Path(work, path.name)
+def _make(
+    name: str,
+    compiler: list[str],
+    folder: Path,
+    path: Path,
+    more: Callable[[], Mapping[str, Path]],
+    before: Callable[[], object],
+) -> Seal:
+    place = folder / "compilation"
+    # Folders of processes that were killed.
+    atomic_io.tidy(place)
+    with trial.ready(), atomic_io.new_folder(place, 0o700) as work:
+        before()
+        seal = _compiled(name, compiler, folder, work, more)
+        written = work / path.name
         written.write_text(json.dumps(asdict(seal), indent=1), encoding="utf-8")
         _settle(written, path)
     return seal
 
 
-def _compiled(family: str, compiler: list[str], folder: Path, work: Path) -> Seal:
-    name = toolchain.version(compiler).partition("\n")[0]
+def _compiled(name: str, compiler: list[str], folder: Path, work: Path, more: Callable[[], Mapping[str, Path]]) -> Seal:
+    version = toolchain.version(compiler).partition("\n")[0]
     library = work / "kernels.so"
     try:
-        flags = _compile(family, compiler, library)
-        trial.run(library, family)
+        flags = _compile(name, compiler, library)
+        trial.run({**more(), name: library}, name)
     except (Hangs, trial.Failed) as error:
-        return Seal(name, failed=str(error), family=family)
+        return Seal(version, failed=str(error), family=name)
     digest = hashlib.sha256(library.read_bytes()).hexdigest()
     settled = folder / f"{digest[:24]}.so"
     _settle(library, settled)
-    return Seal(name, flags, settled.name, digest, family=family)
+    return Seal(version, flags, settled.name, digest, family=name)
 
 
-def _compile(family: str, compiler: list[str], library: Path) -> str:
+def _compile(name: str, compiler: list[str], library: Path) -> str:
     target = instruction_sets.target()
     if openmp.share() or toolchain.is_clang(compiler):
         try:
-            return toolchain.compile(compiler, library, target, openmp=True, family=family)
+            return toolchain.compile(compiler, library, target, openmp=True, name=name)
         except Hangs:
             raise
         except Unavailable:
             # Apple's clang has no OpenMP, and other clangs may lack its runtime. Use one thread then.
             pass
-    return toolchain.compile(compiler, library, target, openmp=False, family=family)
+    return toolchain.compile(compiler, library, target, openmp=False, name=name)
 
 
 def _settle(file: Path, place: Path) -> None:

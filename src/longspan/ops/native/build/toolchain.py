@@ -10,9 +10,11 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Generator
 from pathlib import Path
+from typing import IO, NamedTuple
 
 FOLDER = Path(__file__).parents[1]
 SOURCES = tuple(sorted(FOLDER.rglob("*.cpp")))
@@ -25,6 +27,10 @@ THIS_MACHINE = "-mcpu=native" if ARM else "-march=native"
 CRASHES = ("SIGILL", "SIGSEGV", "SIGBUS", "SIGFPE", "SIGABRT", "SIGTRAP")
 SECONDS = 180  # timeout of the compiler, which needs up to ten seconds per file
 VERSION_SECONDS = 20  # timeout of the compiler's --version
+KEPT = 2**15  # bytes at the beginning and at the end of what a program prints; the rest is dropped
+SHOWN = 300  # characters of a line in a message
+
+_running: set[subprocess.Popen[bytes]] = set()
 
 
 class Unavailable(Exception):
@@ -74,13 +80,15 @@ def flags(machine: str, *, openmp: bool) -> list[str]:
     return [*FLAGS, *machine.split(), *(["-fopenmp"] if openmp else [])]
 
 
-def sources(family: str) -> tuple[Path, ...]:
-    """Return the sources of a family of kernels, which has the name of their folder."""
-    return tuple(source for source in SOURCES if source.parent.name == family)
+def sources(name: str) -> tuple[Path, ...]:
+    """Return the sources of a family of kernels, which has the name of their folder, or of a unit FAMILY/PART."""
+    return tuple(one for one in SOURCES if name in (one.parent.name, f"{one.parent.name}/{one.stem}"))
 
 
-def compile(compiler: list[str], library: Path, machine: str, *, openmp: bool, family: str = "") -> str:
-    """Compile and link the sources of ``family``, or all, into ``library``, with the flags ``machine`` of its set.
+def compile(compiler: list[str], library: Path, machine: str, *, openmp: bool, name: str = "") -> str:
+    """Compile and link the sources of a family or a unit, by default all, into ``library``.
+
+    ``machine``: the flags of its instruction set.
 
     OpenMP code of gcc is linked without a runtime: it uses the one that torch has loaded, under any file name, so there
     is never a second pool of threads (openmp.py). Code of clang needs clang's runtime.
@@ -95,7 +103,7 @@ def compile(compiler: list[str], library: Path, machine: str, *, openmp: bool, f
     used = flags(machine, openmp=openmp)
     runtime = ["-fopenmp"] if openmp and is_clang(compiler) else []
     with tempfile.TemporaryDirectory(prefix=".objects-", dir=library.parent) as folder:
-        chosen = sources(family) if family else SOURCES
+        chosen = sources(name) if name else SOURCES
         # Numbered, since sources in different folders share names.
         objects = {str(source): str(Path(folder, f"{i}.o")) for i, source in enumerate(chosen)}
         together([[*compiler, *used, "-c", source, "-o", place] for source, place in objects.items()], folder=folder)
@@ -120,14 +128,14 @@ def together(
     the others are then terminated.
     """
     seconds, printed = seconds or SECONDS, []
-    running: collections.deque[tuple[str, subprocess.Popen[str], float]] = collections.deque()
+    running: collections.deque[tuple[str, Program, float]] = collections.deque()
     with contextlib.ExitStack() as stack:
         for command in commands:
             if len(running) == cores():
-                printed.append(_result(*running.popleft()))
-            process = stack.enter_context(_started(command, folder, environment))
-            running.append((command[0], process, time.monotonic() + seconds))
-        printed += [_result(*one) for one in running]
+                printed.append(result(*running.popleft()))
+            program = stack.enter_context(started(command, folder, environment))
+            running.append((command[0], program, time.monotonic() + seconds))
+        printed += [result(*one) for one in running]
     return printed
 
 
@@ -136,45 +144,107 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def stop() -> None:
+    """Terminate all programs that run."""
+    for process in list(_running):
+        _kill(process)
+
+
+def forget() -> None:
+    """Forget the programs that run, in a forked process: they belong to its parent."""
+    _running.clear()
+
+
+class _Printed:
+    """What a program prints into a pipe, read by a thread. Only its beginning and its end are kept."""
+
+    def __init__(self, pipe: IO[bytes]):
+        self._pipe, self._kept = pipe, b""
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        with self._pipe, contextlib.suppress(OSError, ValueError):
+            while chunk := os.read(self._pipe.fileno(), 2**16):
+                self._kept += chunk
+                if len(self._kept) > 2 * KEPT:
+                    self._kept = self._kept[:KEPT] + self._kept[-KEPT:]
+
+    def ended(self) -> bool:
+        """Return whether nothing more will come."""
+        return not self._thread.is_alive()
+
+    def so_far(self) -> str:
+        """Return the text up to now."""
+        return self._kept.decode(errors="replace")
+
+    def text(self, end: float) -> str:
+        """Return the text once the program ends. Raises TimeoutError."""
+        self._thread.join(max(0.0, end - time.monotonic()))
+        if self._thread.is_alive():
+            raise TimeoutError
+        return self.so_far()
+
+
+class Program(NamedTuple):
+    """A process that runs, and what it prints."""
+
+    process: subprocess.Popen[bytes]
+    out: _Printed
+    err: _Printed
+
+
 @contextlib.contextmanager
-def _started(
-    command: list[str], folder: str | None, environment: dict[str, str] | None
-) -> Generator[subprocess.Popen[str], None, None]:
+def started(
+    command: list[str], folder: str | None = None, environment: dict[str, str] | None = None, stdin: bool = False
+) -> Generator[Program, None, None]:
     """Start a process in a new session, so that the programs a compiler starts are terminated with it."""
     try:
         process = subprocess.Popen(
             command,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
             cwd=folder,
             env=environment,
             start_new_session=True,
         )
     except OSError as error:
         raise Unavailable(f"{command[0]} does not run: {error}") from error
+    _running.add(process)
     try:
-        yield process
+        assert process.stdout is not None
+        assert process.stderr is not None
+        yield Program(process, _Printed(process.stdout), _Printed(process.stderr))
     finally:
         if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.communicate()
+            _kill(process)
+            process.wait()
+        if process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        _running.discard(process)
 
 
-def _result(name: str, process: subprocess.Popen[str], end: float) -> str:
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def result(name: str, program: Program, end: float) -> str:
+    """Return what a program prints, once it ends. Raises as ``run`` does."""
     try:
-        out, err = process.communicate(timeout=max(0.0, end - time.monotonic()))
-    except subprocess.TimeoutExpired as error:
+        out, err = program.out.text(end), program.err.text(end)
+        code = program.process.wait(max(0.0, end - time.monotonic()))
+    except (TimeoutError, subprocess.TimeoutExpired) as error:
         raise Hangs(f"{name} did not finish in time") from error
-    if not process.returncode:
+    if not code:
         return out
     lines = (err or out).strip().splitlines() or ["it printed nothing"]
     # Compilers print details below the first error.
-    line = next((line for line in lines if "error: " in line.lower()), lines[-1])
-    if process.returncode > 0:
-        raise Unavailable(f"{name} failed with code {process.returncode}: {line.strip()}")
-    sent = signal.Signals(-process.returncode).name
-    raise (Crashed if sent in CRASHES else Unavailable)(f"{name} was terminated by {sent}: {line.strip()}")
+    line = next((line for line in lines if "error: " in line.lower()), lines[-1]).strip()
+    line = line if len(line) <= SHOWN else f"{line[:SHOWN]}..."
+    if code > 0:
+        raise Unavailable(f"{name} failed with code {code}: {line}")
+    sent = signal.Signals(-code).name
+    raise (Crashed if sent in CRASHES else Unavailable)(f"{name} was terminated by {sent}: {line}")

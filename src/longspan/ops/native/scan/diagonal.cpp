@@ -108,9 +108,6 @@ struct Pass {
 
 }  // namespace
 
-// How many tokens lie between saved states.
-extern "C" long longspan_scan_tile() { return TILE; }
-
 // x, g, y (B,1,N,C) with 4 strides each, in this order, of types as in tiles.h; first, last (sequences,C) float; starts
 // (tiles,C) float or null; mask (B,N), segments (B,N) or null; offsets (sequences+1) or null. sizes: B, N, C, sequences.
 // Returns 0, or 1 if memory runs out.

@@ -115,3 +115,7 @@ int in_threads(long floats, int threads, F run) {
 }
 
 }  // namespace
+
+// How many tokens lie between saved states. Weak, since every source of the family has it.
+extern "C" __attribute__((weak, used, visibility("default"))) long longspan_scan_tile();
+extern "C" long longspan_scan_tile() { return TILE; }
