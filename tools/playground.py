@@ -41,7 +41,7 @@ def _draw(url: str) -> None:
         page.until("items[0] && !items[0].control")
         # The beginning of a word.
         page.js("globalThis.cut = items[0].text.lastIndexOf(' ', 94) + 1; items[0].put(cut); items[0].open()")
-        page.write(".panel input", "his daughter ")
+        page.write(".panel input", "daughter ")
         page.click(".panel button")
         page.until("items[1].text.length > 300")
         page.js("items[0].put(cut); items[0].open(false); scrollTo(0, 0)")
