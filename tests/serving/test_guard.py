@@ -82,6 +82,9 @@ def test_names_of_this_machine_and_given_ones_are_served(running):
         "127.0.0.1.evil",
         "0.0.0.0",
         "[fd00::2]",
+        "[",
+        ":80",
+        "[]:1",
     ):
         assert ask(running, "GET", "/healthz", host=host).status_code == 403, host
     # Programs may leave the host out.

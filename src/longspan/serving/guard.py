@@ -53,7 +53,8 @@ class Access:
         """Return what is wrong with where a request comes from or goes to; None if nothing is."""
         headers = dict(scope["headers"])
         host, origin = (headers.get(name, b"").decode("latin-1").lower() for name in (b"host", b"origin"))
-        if not self._has_host(_name(host)):
+        # Only programs leave the host out.
+        if host and not self._has_host(_name(host)):
             return Wrong(f"host {host[:100]!r} is not served here", status=403, code="host_not_allowed")
         # Behind a proxy with TLS the scheme differs.
         own = bool(host) and origin.partition("://")[2] == host
@@ -67,8 +68,7 @@ class Access:
         return not self.api_key or hmac.compare_digest(given, f"Bearer {self.api_key}".encode())
 
     def _has_host(self, name: str) -> bool:
-        # Only programs leave the host out, with HTTP/1.0.
-        if self.hosts is None or "*" in self.hosts or not name or name == "localhost" or is_loopback(name):
+        if self.hosts is None or "*" in self.hosts or name == "localhost" or is_loopback(name):
             return True
         return name in {_name(host.lower()) for host in self.hosts}
 
