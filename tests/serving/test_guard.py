@@ -30,7 +30,7 @@ REQUESTS = [
 
 @pytest.fixture(scope="module")
 def running():
-    with Running(access=Access(hosts=("Proxy.example", "fd00::1"), origins=(PAGE,))) as found:
+    with Running(access=Access(hosts=("Proxy.example", "fd00::1"), origins=("https://App.example",))) as found:
         yield found
 
 

@@ -106,14 +106,17 @@ class Guard:
         self.app, self.access, self.slow, self.count = app, access, slow, count
         self.keyed: ASGIApp = self._keyed
         if access.origins:
-            options = {"allow_methods": METHODS, "allow_headers": ("*",)}
-            self.keyed = CORSMiddleware(self._keyed, allow_origins=access.origins, **options)
+            origins, options = [*map(str.lower, access.origins)], {"allow_methods": METHODS, "allow_headers": ("*",)}
+            self.keyed = CORSMiddleware(self._keyed, allow_origins=origins, **options)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
-        elif (wrong := self.access.complaint(scope) or _ambiguity(scope)) is not None:
-            await self._refuse(wrong, {"connection": "close"}, scope, receive, send)
+        elif (wrong := self.access.complaint(scope)) is not None:
+            await self._refuse(wrong, {}, scope, receive, send)
+        elif _has_two_lengths(scope):
+            text = "a body has either a content-length or, from HTTP/1.1 on, a transfer-encoding"
+            await self._refuse(Wrong(text, code="two_lengths"), {"connection": "close"}, scope, receive, send)
         else:
             await self.keyed(scope, receive, send)
 
@@ -137,13 +140,10 @@ class Guard:
         await answer(scope, receive, send)
 
 
-def _ambiguity(scope: Scope) -> Wrong | None:
-    """Refuse a body with two lengths: a proxy may take the rest of one for the request of another client."""
+def _has_two_lengths(scope: Scope) -> bool:
+    """Whether a body ends in two places: a proxy may take the rest of one for the request of another client."""
     names = {name for name, _ in scope["headers"]}
-    if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
-        text = "a body has either a content-length or, from HTTP/1.1 on, a transfer-encoding"
-        return Wrong(text, code="ambiguous_length")
-    return None
+    return b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0")
 
 
 def refused(error: Wrong) -> Response:

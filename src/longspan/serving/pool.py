@@ -409,7 +409,7 @@ class Pool:
             lengths = torch.tensor([[len(piece)] for piece in pieces], device=self.model.device)
             mask = torch.arange(width, device=self.model.device) < lengths
         joined = jobs[0].state if len(jobs) == 1 else states.join([job.state for job in jobs])
-        model = with_all_outputs(self.model) if any(job.scored for job in jobs) else self.model
+        model: Any = with_all_outputs(self.model) if any(job.scored for job in jobs) else self.model
         outputs, after = model(tokens, joined, mask=mask, donate=True)
         for i, (job, piece) in enumerate(zip(jobs, pieces, strict=True)):
             if job.scored:
