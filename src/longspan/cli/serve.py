@@ -127,7 +127,7 @@ def _serve(args: Any, sockets: list[socket.socket]) -> int:
     http = uvicorn.Server(config)
     _on_signals(server, http)
     try:
-        with _announced(http, args, pool):
+        with _announced(http, args, pool, sockets):
             http.run(sockets)
     finally:
         server.close()
@@ -191,11 +191,12 @@ def _nothing() -> Any:
     return contextlib.nullcontext()
 
 
-def _announced(http: Any, args: Any, pool: Any) -> Any:
+def _announced(http: Any, args: Any, pool: Any, sockets: list[socket.socket]) -> Any:
     """Print where the server listens, once it does."""
     import contextlib
 
     from .. import states
+    from ..serving.connection import BACKLOG
 
     @contextlib.contextmanager
     def context() -> Any:
@@ -204,7 +205,10 @@ def _announced(http: Any, args: Any, pool: Any) -> Any:
         async def then(*given: Any, **more: Any) -> None:
             await startup(*given, **more)
             if http.started:
-                port = http.servers[0].sockets[0].getsockname()[1]
+                # Connections that wait take no file, so more may wait than are accepted together.
+                for one in sockets:
+                    one.listen(BACKLOG)
+                port = sockets[0].getsockname()[1]
                 host = f"[{args.host}]" if ":" in args.host else args.host
                 size = states.nbytes(pool.state)
                 print(

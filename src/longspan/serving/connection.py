@@ -117,7 +117,7 @@ class Files(NamedTuple):
     connections: int
     """connections that are served"""
     backlog: int
-    """connections that may wait to be accepted, and that are accepted together"""
+    """connections that are accepted together"""
 
 
 def affordable(wanted: int) -> Files:
