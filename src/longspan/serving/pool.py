@@ -16,13 +16,14 @@ from ..generation.native_decoder import Engine
 from ..generation.sampling import afford_rows
 from ..models.decoder import Decoder, DecoderState
 from ..ops.backends import forced_backend
-from .adapters import servable
+from .adapters import servable, with_all_outputs
 from .prefix_cache import PrefixCache
 from .sampler import Sampling, sample
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 NATIVE = ("auto", "native")  # forced backends with which the decode engine runs
 COPIED = 1 << 27  # bytes of states that one reading of several prompts may copy
+SCORED = 1 << 27  # outputs of all tokens that one reading of several scored prompts may have
 
 
 class Full(Exception):
@@ -49,6 +50,10 @@ class Stream:
     """how many of the most likely tokens are recorded at each place"""
     top_log_probs: list[dict[int, float]] = field(default_factory=list)
     """for each place the ``top`` most likely tokens with their log-probabilities"""
+    prompt_log_probs: list[float | None] = field(default_factory=list)
+    """with ``score_prompt=True``, the log-probability of each token of the prompt; None where nothing precedes it"""
+    prompt_top_log_probs: list[dict[int, float] | None] = field(default_factory=list)
+    """for each of them the ``top`` most likely tokens, if ``top`` > 0"""
     finished: Reason | None = None
     """why the stream has ended, None while it has not"""
     error: str = ""
@@ -76,6 +81,25 @@ class _Reading:
     read: int = 0
     cacheable: bool = True
     outputs: Tensor | None = None
+    scored: bool = False
+
+    def score(self, model: Any, outputs: Tensor, piece: Sequence[int]) -> None:
+        """Record the log-probabilities of a piece of the prompt; its outputs (N,size) predict the token after each."""
+        first = self.streams[0]
+        top, values, tops = first.top, first.prompt_log_probs, first.prompt_top_log_probs
+        before = outputs[:-1] if self.outputs is None else torch.cat([self.outputs, outputs[:-1]])
+        scores = model.likelihood.log_probs(before)
+        if scores.isnan().any():
+            raise ValueError("the model's outputs are not numbers")
+        known = [None] * (len(piece) - len(before))
+        ids = torch.tensor(piece[len(known) :], device=scores.device)
+        values += [*known, *scores.gather(-1, ids[:, None])[:, 0].tolist()]
+        if top:
+            best = scores.topk(top)
+            rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            tops += [*known, *(dict(zip(*row, strict=True)) for row in rows)]
+        if not self.read and len(self.tokens) > len(first.prompt):  # the start token is not part of the prompt
+            del values[:1], tops[:1]
 
 
 class Pool:
@@ -185,19 +209,21 @@ class Pool:
         state: DecoderState | None = None,
         keep_state: bool = False,
         top: int = 0,
+        score_prompt: bool = False,
         listener: Callable[[Stream, int | None], None] | None = None,
     ) -> list[Stream]:
         """Queue a prompt.
 
         Args:
             prompt: Tokens, without the start token.
-            max_new_tokens: The most tokens to draw.
+            max_new_tokens: The most tokens to draw; 0 with ``score_prompt``.
             sampling: How to draw them, by default from the model's distribution with seed 0. Several draw several
                 streams from one reading of the prompt.
             stop: Tokens that end a stream.
             state: The state of one row to continue, from an earlier stream; None begins a sequence.
             keep_state: Keep each stream's state at its end.
             top: Record this many of the most likely tokens at each place.
+            score_prompt: Record the log-probabilities of the prompt's tokens too. Such a prompt is read whole.
             listener: Called from ``step`` with each token of a stream, and with None at its end.
 
         Returns:
@@ -212,8 +238,9 @@ class Pool:
             raise ValueError(f"token {odd[0]} is not among 0 to {self.vocab - 1}")
         if not 0 <= top <= self.vocab:
             raise ValueError(f"top={top} must be a number of tokens from 0 to {self.vocab}")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+        least = 0 if score_prompt and not keep_state else 1
+        if max_new_tokens < least:
+            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least {least}")
         sampling = Sampling() if sampling is None else sampling
         ways = [sampling] if isinstance(sampling, Sampling) else list(sampling)
         if not 1 <= len(ways) <= self.slots:
@@ -242,7 +269,10 @@ class Pool:
         with torch.no_grad():
             # Of one kind, so that prompts after a state and others are read in one call.
             own = None if state is None else self._slotted(states.clone(state))
-        job = _Reading(streams, tokens, own, cacheable=state is None)
+        for stream in streams[1:]:
+            stream.prompt_log_probs = streams[0].prompt_log_probs
+            stream.prompt_top_log_probs = streams[0].prompt_top_log_probs
+        job = _Reading(streams, tokens, own, cacheable=state is None, scored=score_prompt)
         with self._lock:
             if self.waiting + len(streams) > self.queue + max(0, self.slots - self.live):
                 raise Full(f"{self.waiting} streams wait for {self.slots} slots; try again later")
@@ -326,7 +356,8 @@ class Pool:
             while self._waiting and taken + len(self._waiting[0].streams) <= self.slots:
                 job = self._waiting[0]
                 taken += len(job.streams)
-                if job.cacheable and self.prefixes.limit and (known := self.prefixes.find(job.tokens)) is not None:
+                cached = job.cacheable and not job.scored and self.prefixes.limit
+                if cached and (known := self.prefixes.find(job.tokens)) is not None:
                     job.read, job.state, job.outputs = known
                     for stream in job.streams:
                         stream.cached = job.read
@@ -335,8 +366,11 @@ class Pool:
     def _read(self) -> None:
         """Read the next piece of each prompt, many of them in one call, and begin the streams of those that end."""
         jobs = [job for job in self._reading if job.read < len(job.tokens)]
-        for i in range(0, len(jobs), self._together):
-            for job, error in self._read_pieces(jobs[i : i + self._together]):
+        together = self._together
+        if any(job.scored for job in jobs):  # outputs of all tokens take memory
+            together = min(together, max(1, SCORED // (self.prefill * self.vocab)))
+        for i in range(0, len(jobs), together):
+            for job, error in self._read_pieces(jobs[i : i + together]):
                 self._finish_reading(job)
                 self._fail(job, error)
         for job in [job for job in self._reading if job.read == len(job.tokens)]:
@@ -375,8 +409,11 @@ class Pool:
             lengths = torch.tensor([[len(piece)] for piece in pieces], device=self.model.device)
             mask = torch.arange(width, device=self.model.device) < lengths
         joined = jobs[0].state if len(jobs) == 1 else states.join([job.state for job in jobs])
-        outputs, after = self.model(tokens, joined, mask=mask, donate=True)
+        model: Any = with_all_outputs(self.model) if any(job.scored for job in jobs) else self.model
+        outputs, after = model(tokens, joined, mask=mask, donate=True)
         for i, (job, piece) in enumerate(zip(jobs, pieces, strict=True)):
+            if job.scored:
+                job.score(self.model, outputs[i, : len(piece)], piece)
             job.state = after if len(jobs) == 1 else states.select(after, [i])
             job.outputs = last = outputs[i : i + 1, len(piece) - 1].clone()
             job.read += len(piece)
@@ -386,6 +423,10 @@ class Pool:
     def _begin(self, job: _Reading) -> None:
         assert job.outputs is not None
         assert job.state is not None
+        if not job.streams[0].max_new_tokens:
+            for stream in job.streams:
+                self._end(stream, "length")
+            return
         first = job.outputs.expand(len(job.streams), -1)
         for stream, found in zip(job.streams, self._drawn(first, job.streams), strict=True):
             token, reason, error = self._emit(stream, found)
