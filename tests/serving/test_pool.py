@@ -350,6 +350,61 @@ class TestSampler:
                 alone[i] for i in chosen
             ]
 
+    @pytest.mark.parametrize("flush", [False, True])
+    @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.5}, {"top_k": 2**63 - 1, "top_p": 1 - 1e-16}])
+    @pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300, 1e-40])
+    def test_temperature_towards_zero_is_the_most_likely_token(self, temperature, options, flush):
+        scores = torch.randn(50, 9, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+        rows = [Sampling(temperature=temperature, seed=i, **options) for i in range(50)]
+        try:
+            torch.set_flush_denormal(flush)
+            found = sample(scores, rows, torch.arange(50))
+        finally:
+            torch.set_flush_denormal(False)
+        assert found.tolist() == scores.argmax(-1).tolist()
+
+    @pytest.mark.parametrize("options", [{}, {"top_k": 2**63 - 1}, {"top_p": 1 - 1e-16}])
+    @pytest.mark.parametrize("temperature", [10**30, 3.4e38])
+    def test_temperature_towards_infinity_is_uniform(self, temperature, options):
+        scores = torch.cat([torch.tensor([5.0, -torch.inf]), torch.zeros(9)]).expand(20000, -1)
+        rows = [Sampling(temperature=temperature, seed=i, **options) for i in range(20000)]
+        found = torch.bincount(sample(scores, rows, torch.zeros(20000, dtype=torch.long)), minlength=11) / 20000
+        assert found[1] == 0
+        assert (found[[0, *range(2, 11)]] - 0.1).abs().max() < 0.01
+
+    @pytest.mark.parametrize("flush", [False, True])
+    @pytest.mark.parametrize("top_p", [5e-324, 1e-310, 1e-20])
+    def test_the_smallest_top_p_keeps_the_most_likely_token(self, top_p, flush):
+        scores = torch.randn(50, 9, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+        rows = [Sampling(top_p=top_p, seed=i) for i in range(50)]
+        try:
+            torch.set_flush_denormal(flush)
+            found = sample(scores, rows, torch.arange(50))
+        finally:
+            torch.set_flush_denormal(False)
+        assert found.tolist() == scores.argmax(-1).tolist()
+
+    def test_seeds_and_positions_at_the_ends_of_their_range(self):
+        ends = torch.tensor([-(2**63), -1, 0, 2**53, 2**53 + 1, 2**63 - 1])
+        found = uniforms(ends.repeat_interleave(6), ends.repeat(6))
+        assert ((found >= 0) & (found < 1)).all()
+        assert len(found.unique()) == 36
+
+    def test_of_equal_tokens_the_lower_ones_are_kept(self):
+        # So many that a sort that is not stable changes their order.
+        scores = torch.zeros(300, 700)
+        places = torch.zeros(300, dtype=torch.long)
+        for options, kept in (({"top_k": 3}, 3), ({"top_p": 2.5 / 700}, 3), ({"temperature": 0}, 1)):
+            rows = [Sampling(seed=i, **options) for i in range(300)]
+            assert sample(scores, rows, places).unique().tolist() == list(range(kept))
+
+    def test_an_impossible_token_is_never_drawn(self, monkeypatch):
+        scores = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).expand(2, -1)
+        ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+        monkeypatch.setattr("longspan.serving.sampler.uniforms", lambda seeds, positions: ends)
+        for options in ({}, {"top_k": 3}, {"temperature": 1e-310}, {"temperature": 1e38}):
+            assert sample(scores, [Sampling(**options)] * 2, torch.arange(2)).tolist() == [1, 1]
+
     @pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"seed": 2**63}])
     def test_options_out_of_range_are_refused(self, options):
         with pytest.raises(ValueError, match=next(iter(options))):
