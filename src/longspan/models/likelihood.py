@@ -235,9 +235,8 @@ def build(text: str, levels: int) -> Likelihood:
 
 def _draw(scores: Tensor, temperature: float, keep: Tensor | None, generator: torch.Generator | None) -> Tensor:
     """Sample from softmax(scores / temperature) over the kept entries: ``(..., levels) -> (...)``."""
-    # argmax(scores / T + Gumbel noise) is such a sample, and so is argmax(scores + T noise). The first does not overflow
-    # for large T, the second not for small ones. The logarithm of an exponential variable is the negative of a Gumbel
-    # variable.
+    # argmax(scores / T + Gumbel noise) is such a sample, and so is argmax(scores + T noise). The first cannot overflow
+    # for large T, the second for small ones. The logarithm of an exponential variable is the negative of a Gumbel one.
     race = torch.empty_like(scores).exponential_(generator=generator)
     noise = race.clamp_(min=torch.finfo(race.dtype).tiny).log_()
     keys = scores / temperature - noise if temperature > 1 else scores - temperature * noise
