@@ -48,6 +48,7 @@ class Attack:
         self.store = Sessions(pool, folder)
         self.versions: dict[str, list[tuple[int, ...]]] = {}
         self.saved: dict[str, int] = {}
+        self.doomed: set[str] = set()  # whose deletion has begun
         self.deleted: set[str] = set()
         self.wrong: list[str] = []
 
@@ -95,7 +96,7 @@ class Attack:
             try:
                 way(name, dice)
             except SessionError as error:
-                fine = {"not_found": name in self.deleted, "busy": True, "unwritable": True}
+                fine = {"not_found": name in self.doomed, "busy": True, "unwritable": True}
                 if not fine.get(error.code, False) or (gone and error.code != "not_found"):
                     self.wrong.append(f"{way.__name__[1:]} of {name}: {error.code}: {error}")
             except Exception as error:
@@ -145,10 +146,11 @@ class Attack:
                 self.wrong.append(f"the list has {entry.length} tokens for {entry.id}, not one of {lengths}")
 
     def _delete(self, name: str, dice: random.Random) -> None:
-        if len(self.versions) - len(self.deleted) > 2:
+        if len(self.versions) - len(self.doomed) > 2:
             with self.store.lock(name):
-                self.deleted.add(name)
+                self.doomed.add(name)
                 self.store.remove(name)
+                self.deleted.add(name)
 
     def _check_end(self) -> None:
         left = {entry.id for entry in self.store.entries()}

@@ -221,9 +221,9 @@ def test_slots_and_queue_count_streams():
     crowd = pool(model, slots=4, queue=3)
     ways = [Sampling(seed=i) for i in range(3)]
     prompt = [1, 2, 3, 4] * 3  # of several pieces
-    first = crowd.submit(prompt, max_new_tokens=4, sampling=ways)
+    first = crowd.submit(prompt, max_new_tokens=9, sampling=ways)
     assert crowd.waiting == 3
-    second = crowd.submit(prompt, max_new_tokens=4, sampling=ways)
+    second = crowd.submit(prompt, max_new_tokens=9, sampling=ways)
     assert crowd.waiting == 6
     with pytest.raises(Full, match="6 streams wait"):
         crowd.submit([1], max_new_tokens=1, sampling=ways[:2])
