@@ -25,10 +25,11 @@ from torch.utils import _pytree as pytree
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("starlette")
 
-from pools import Failing, decoder  # noqa: E402
+from pools import Failing, Wrapped, decoder  # noqa: E402
 from servers import Running, Scripted, gated, scripted, text_of, until  # noqa: E402
 
-from longspan.serving import Pool, pool, server  # noqa: E402
+from longspan import states  # noqa: E402
+from longspan.serving import Pool, Sampling, pool, server  # noqa: E402
 from longspan.serving.guard import Access  # noqa: E402
 from longspan.serving.requests import FIELDS, MOST_PROMPTS, MOST_STOP_CHARACTERS, completion  # noqa: E402
 from longspan.serving.server import Limits  # noqa: E402
@@ -337,16 +338,25 @@ def _whole(answer):
     return bool(lengths) and len(body) == int(lengths[0].split(b":")[1])
 
 
+class Choosy(Wrapped):
+    """A model that rejects the token 1."""
+
+    def __call__(self, tokens, *args, **options):
+        if (tokens == 1).any():
+            raise RuntimeError("a bad token")
+        return super().__call__(tokens, *args, **options)
+
+
 def test_prompts_that_the_model_rejects_do_not_fail_those_read_with_them():
     crowd = Pool(decoder(), slots=4)
-    other = decoder(attention="linear")
-    (bad,) = crowd.submit([1], max_new_tokens=3, state=other.init_state(1))
-    (good,) = crowd.submit([2], max_new_tokens=3)
+    crowd.model = Choosy(crowd.model)
+    (bad,) = crowd.submit([1], max_new_tokens=3)
+    (good,) = crowd.submit([2], max_new_tokens=3, sampling=Sampling(temperature=0))
     crowd.run()
     assert (bad.finished, good.finished) == ("error", "length")
-    assert bad.error
+    assert "a bad token" in bad.error
     with pytest.raises(RuntimeError, match="ended after 0 tokens"):
-        list(crowd.stream([1], max_new_tokens=3, state=other.init_state(1)))
+        list(crowd.stream([1], max_new_tokens=3))
 
 
 def test_waiting_prompts_outlive_a_failed_step():
@@ -606,9 +616,36 @@ def test_a_turn_that_was_cancelled_for_its_backlog_leaves_its_session():
         )
 
 
+@pytest.mark.parametrize("held", [0, 1, 2])
+def test_a_turn_that_cannot_be_saved_sends_its_text_and_one_error(monkeypatch, tmp_path, held):
+    """Also the text that was held back, since a stop string might begin in it, and pieces that are sent together."""
+    with gated(folder=tmp_path) as (running, gate):
+        gate.open = True
+        session = running.client.post("/sessions", json={"prompt": "full"}).json()["id"]
+        text = text_of(running.alone("full", 31))  # the first step draws two
+        stop = text[len(text) - held :] + "never" if held else "never"
+
+        def refuse(*_):
+            raise ValueError("the disk is full")
+
+        gate.open = False
+        monkeypatch.setattr(states, "save", refuse)
+        found = drawn_at_once(running, gate, max_tokens=31, session=session, prompt="", stop=stop)
+        *pieces, last = found
+        assert last["error"]["code"] == "session_unwritable"
+        assert "".join(piece["choices"][0]["text"] for piece in pieces) == text
+        assert {piece["choices"][0]["finish_reason"] for piece in pieces} == {None}
+        assert running.client.get(f"/sessions/{session}").json()["text"] == "full"
+
+
 def cut_for_backlog(running, gate, **body):
     """The pieces of a stream for which the model draws 30 tokens while the event loop stands still."""
-    client = ask(running, max_tokens=100, temperature=0, stream=True, **body)
+    return [event["choices"][0] for event in drawn_at_once(running, gate, max_tokens=100, **body)]
+
+
+def drawn_at_once(running, gate, **body):
+    """The events of a stream for which the model draws 30 tokens while the event loop stands still."""
+    client = ask(running, temperature=0, stream=True, **body)
     until(lambda: running.pool.waiting == 1)
     entered, leave = threading.Event(), threading.Event()
 
@@ -622,7 +659,7 @@ def cut_for_backlog(running, gate, **body):
     leave.set()
     held.result(30)
     gate.release()
-    return [json.loads(line[6:])["choices"][0] for line in body_of(client).splitlines() if line.startswith("data: {")]
+    return [json.loads(line[6:]) for line in body_of(client).splitlines() if line.startswith("data: {")]
 
 
 def _loop_of(running):

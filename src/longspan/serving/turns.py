@@ -139,6 +139,8 @@ class SessionRoutes:
 
         def content() -> tuple[Entry, Session, str | None]:
             entry, session = self.store.entry(name), self.store.read(name)
+            # A turn may have been saved between the two.
+            entry = self.store.measured(entry, session)
             return entry, session, None if self.codec is None else decoded(self.codec, session.tokens)
 
         with _refusing():

@@ -412,11 +412,19 @@ def load(path: str | os.PathLike[str], like: S) -> S:
         )
     state = pytree.tree_unflatten(list(leaves.values()), pytree.tree_structure(like))
     try:
-        _check_fit(leaves, like)
-        check_values(state)
+        check_like(state, like)
     except ValueError as error:
         raise ValueError(f"{str(path)!r} cannot be continued: {error}") from error
     return pytree.tree_map(lambda leaf, t: leaf.to(t.device), state, like)
+
+
+def check_like(state: Any, like: Any) -> None:
+    """Raise ValueError unless ``state`` is of the mechanism or stack of ``like``, after any number of tokens."""
+    kinds = {pytree.tree_structure(one) for one in (state, like)}
+    if len(kinds) > 1 or not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(state)):
+        raise ValueError(f"it is not a {type(like).__name__} of this mechanism or stack")
+    _check_fit(_named(state), like)
+    check_values(state)
 
 
 def _check_fit(leaves: dict[str, Tensor], like: Any) -> None:
