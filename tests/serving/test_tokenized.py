@@ -17,6 +17,16 @@ END = "<|endoftext|>"
 UNKNOWN = "\ufffd"
 
 
+@pytest.mark.parametrize("special", [False, True])
+def test_the_name_of_a_special_token_in_a_prompt_is_text_unless_asked_for(special):
+    codec = Tokenized(byte_level().to_str(), special=special)
+    text = f"they end by {END} and go on"
+    tokens = codec.encode(text)
+    assert (codec.tokenizer.token_to_id(END) in tokens) == special
+    assert codec.encode_more(text) == tokens
+    assert codec.tokenizer.decode(tokens, skip_special_tokens=False) == text
+
+
 def byte_level():
     """Byte-level BPE with few merges, so that most characters beyond ASCII take several tokens."""
     made = Tokenizer(models.BPE())

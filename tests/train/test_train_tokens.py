@@ -208,24 +208,19 @@ def test_the_exported_file_has_its_tokenizer_beside_it(run, tmp_path, capsys):
     assert (tmp_path / "m.tokenizer.json").read_text(encoding="utf-8") == longspan.load(run).tokenizer
 
 
-def test_a_folder_for_the_hub_has_the_tokenizer(run, tmp_path):
+def test_transformers_read_the_tokenizer_of_a_checkpoint_and_of_a_folder_for_the_hub(run, tmp_path):
     transformers = pytest.importorskip("transformers")
     from longspan.compat.transformers import LongspanForCausalLM
 
     model = LongspanForCausalLM.from_longspan(str(run))
     model.save_pretrained(tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     own = tokenization.parsed(longspan.load(run).tokenizer)
-    assert tokenizer("a state größer").input_ids == own.encode("a state größer").ids
-    assert (tokenizer.bos_token_id, tokenizer.eos_token) == (320, "<|endoftext|>")
+    for folder in (checkpoint.resolve(run), tmp_path):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        assert tokenizer("a state größer").input_ids == own.encode("a state größer").ids
+        assert tokenizer.decode(tokenizer("a  state , größer").input_ids) == "a  state , größer"
+        assert (tokenizer.bos_token, tokenizer.eos_token, len(tokenizer)) == (None, "<|endoftext|>", 320)
+    assert (tmp_path / "tokenizer.json").read_text(encoding="utf-8") == longspan.load(run).tokenizer
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = tokenizer("a state", return_tensors="pt").input_ids
     assert torch.equal(again(ids).logits, model(ids).logits)
-
-
-def test_a_tokenizer_without_place_for_the_start_token_is_refused(run):
-    content = longspan.load(run).tokenizer
-    with pytest.raises(ValueError, match="320 tokens, which leave no place for '<start>' as number 300"):
-        tokenization.special_start(content, 300, "<start>")
-    with pytest.raises(ValueError, match="gaps among its numbers"):
-        tokenization.special_start(content, 330, "<start>")
