@@ -103,7 +103,7 @@ def check_indices(indices: Tensor, count: int, split: str) -> None:
 
 
 def even(size: int, length: int) -> int:
-    """The length of the fewest equal windows of up to ``length`` that cover ``size``, up to a rest.
+    """The length of equal windows of up to ``length``, so that the rest of ``size`` that none of them has is small.
 
     >>> even(300, 256), even(100, 256), even(512, 256)
     (150, 100, 256)

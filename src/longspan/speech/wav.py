@@ -209,7 +209,7 @@ def _refuse_cut(file: BinaryIO, total: int, name: str) -> None:
         page = last[pages[-1] :] if pages else b""
         if not page or not page[5] & 4 or len(page) < 27 + page[26] + sum(page[27 : 27 + page[26]]):
             raise ValueError(f"{name} ends too early: its last page is not there")
-    placeholder = UNKNOWN if not layout or (layout.size == 4 and begin[:4] != b"RF64") else NO_COUNT
+    placeholder = UNKNOWN if not layout or (layout.size == 4 and begin[:4] != b"RF64") else NO_COUNT // 2
     if 0 < announced < placeholder and (there := max(0, total - at)) < announced:
         raise ValueError(f"{name} ends too early: {there} bytes of samples came where {announced} were announced")
 
