@@ -192,6 +192,17 @@ def test_eval(run, folder, tmp_path, capsys):
     assert other["bits"] == pytest.approx(expected / 0.6931471805599453, rel=1e-5)
 
 
+@pytest.mark.parametrize("more", [[], ["--stream"], ["--segments"]])
+def test_a_short_text_is_evaluated_as_a_whole(run, tmp_path, capsys, more):
+    text = "a state reads each token once; größer"
+    (tmp_path / "short.txt").write_text(text, encoding="utf-8")
+    capsys.readouterr()
+    assert main(["eval", str(run), "--data", f"text:{tmp_path}/short.txt", "--json", *more]) == 0
+    found = json.loads(capsys.readouterr().out)
+    whole = len(tokenization.parsed(longspan.load(run).tokenizer).encode(text).ids)
+    assert found.get("stream", found)["tokens"] in (whole - 1, whole)
+
+
 def test_tokens_of_another_tokenizer_are_refused(run, folder, tmp_path, capsys):
     text = str(folder.parent / "a.txt")
     assert main(["tokenize", text, "--out", str(tmp_path / "other"), "--train-bpe", "320", "--separator", "state"]) == 0

@@ -65,7 +65,7 @@ class Watch:
         """What broke the connection to the other processes; "" for another error."""
         text = str(error)
         # Errors of gloo have no class of their own.
-        if not isinstance(error, dist.DistError) and "gloo" not in text:
+        if not isinstance(error, dist.DistError) and "third_party/gloo" not in text:
             return ""
         place, _ = self.at
         if "imed out" in text:
