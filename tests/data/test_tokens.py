@@ -133,11 +133,18 @@ def test_the_name_of_a_special_token_in_a_document_is_text_unless_asked_for(text
         written(tmp_path / "tokens", (inputs, texts[1]), special=not special)
 
 
-def test_what_a_tokenizer_cannot_encode_is_named(texts, tmp_path):
-    """A regular expression that backtracks without end, at which the library panics."""
-    content = json.loads(texts[1])
-    pattern = {"Regex": "(a+)+$"}
-    content["pre_tokenizer"] = {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+# Parts of tokenizers at which the library panics: a regular expression that backtracks without end, and others.
+PANICS = {
+    "backtracks": {
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    },
+    "replaces nothing": {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": " "}},
+}
+
+
+@pytest.mark.parametrize("name", PANICS)
+def test_what_a_tokenizer_cannot_encode_is_named(texts, tmp_path, name):
+    content = json.loads(texts[1]) | PANICS[name]
     (tmp_path / "a.txt").write_text("a" * 40 + "b", encoding="utf-8")
     inputs = documents.sources([str(tmp_path / "a.txt")])
     with pytest.raises(ValueError, match=r"a\.txt cannot be encoded: the tokenizer failed"):

@@ -33,6 +33,7 @@ class Tokenized:
 
         Raises:
             UnicodeEncodeError: The text has half of a surrogate pair, which no text has.
+            ValueError: The tokenizer fails, as with a regular expression that backtracks too often.
         """
         return tokenization.encode(self.tokenizer, [text], special=self.special)[0]
 
