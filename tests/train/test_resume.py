@@ -22,7 +22,7 @@ from longspan._utils import sealed_dir
 from longspan.data import documents, token_shards, tokenization
 from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
-from longspan.train import fit, loop, run_dir
+from longspan.train import fit, loop
 from longspan.train.report import COLUMNS, Table
 from training_process import HANGS, TINY, best_at, checkpoints, tiny, weights
 
@@ -238,7 +238,7 @@ class TestRefused:
         fit(config, run, progress=False)
         last = checkpoint.resolve(tmp_path / "run", prefer="last")
         header = json.loads((last / "config.json").read_text())
-        del header[run_dir.DATA]
+        del header[checkpoint.DATA]
         (last / "config.json").write_text(json.dumps(header | {"sha256": sealed_dir.digest(header)}))
         changing("tokens", tmp_path, "two")
         with pytest.raises(ValueError, match="with another tokenizer"):

@@ -13,8 +13,9 @@ from torch import distributed as dist
 
 import ranks
 from longspan.cli import entry
+from longspan.models import checkpoint
 from longspan.models.decoder import Decoder
-from longspan.train import TrainConfig, loop, run_dir
+from longspan.train import TrainConfig, loop
 from longspan.train.together import require_same
 from training_process import HANGS, TINY
 
@@ -97,8 +98,8 @@ def test_other_settings_are_refused_before_anything_is_written(tmp_path, other):
 
 def test_the_content_of_the_data_is_compared_too():
     model, run = Decoder(TINY), TrainConfig(devices=2)
-    found = loop.strategy(model, run, {run_dir.DATA: "abc"}, None, "gloo").same
-    assert found[run_dir.DATA] == "abc"
+    found = loop.strategy(model, run, {checkpoint.DATA: "abc"}, None, "gloo").same
+    assert found[checkpoint.DATA] == "abc"
     assert {name for name in found if name.startswith("run.")} == {f"run.{field.name}" for field in fields(TrainConfig)}
 
 

@@ -8,7 +8,6 @@ from .._utils import progress
 from .._utils.spec import known
 from ..data import Dataset, Labeled, Tokens, load, tokens
 from ..models import checkpoint, pretrained
-from ..train.run_dir import DATA
 
 # Kind of data -> image shape and number of levels (0: the model's), to sample on a machine without the data.
 SHAPES: dict[str, tuple[tuple[int, ...], int]] = {
@@ -78,7 +77,7 @@ def model(folder: str, data: str, *kinds: str, ema: bool = False) -> Trained:
         from ..train.average import load_average
 
         load_average(found, path)
-    return Trained(found, name, length, "" if data else header.get(DATA, ""))
+    return Trained(found, name, length, "" if data else header.get(checkpoint.DATA, ""))
 
 
 def transcriber(folder: str) -> Any:

@@ -48,6 +48,8 @@ MODEL_CLASSES: dict[str, tuple[Any, Any]] = {
 WEIGHTS, TRAINING, TOKENIZER = "model.safetensors", "training.pt", "tokenizer.json"
 # The index of the tensors of a checkpoint in parts.
 INDEX = ".metadata"
+# The entry of config.json that has the sha256 of the data of a training.
+DATA = "data_sha256"
 
 
 def save(

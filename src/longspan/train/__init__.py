@@ -131,7 +131,9 @@ def _fit(engine: Any, config: DecoderConfig, run: TrainConfig, resume: bool, pro
             bar.line(remark)
         objective = objectives.build(model, run, dataset)
         try:
-            end = engine.train(model, run, objective, {"run": asdict(run), runs.DATA: dataset.checksum}, start, bar)
+            end = engine.train(
+                model, run, objective, {"run": asdict(run), checkpoint.DATA: dataset.checksum}, start, bar
+            )
         except OSError as error:
             where = error.filename or folder
             raise ValueError(f"cannot write {where}: {error.strerror or error}; {runs.kept(folder)}") from error

@@ -484,7 +484,7 @@ def strategy(model: Any, run: TrainConfig, extra: dict[str, Any], start: Path | 
     """How Lightning distributes the run."""
     parts = runs.recipe(model.config, run)
     same = {f"{part}.{name}": value for part, fields in parts.items() for name, value in fields.items()}
-    same |= {runs.DATA: extra[runs.DATA], "resumed checkpoint": start.name if start else ""}
+    same |= {checkpoints.DATA: extra[checkpoints.DATA], "resumed checkpoint": start.name if start else ""}
     if run.strategy == "fsdp":
         from .sharded import ShardedStrategy, check
 

@@ -13,14 +13,12 @@ import yaml
 from .._utils import atomic_io
 from .._utils.locks import exclusive_lock
 from ..models import checkpoint
-from ..models.checkpoint import TOKENIZER
+from ..models.checkpoint import DATA, TOKENIZER
 from ..models.config import DecoderConfig
 from . import launch
 from .config import TrainConfig
 
 CONFIG, LOCK = "config.yaml", ".lock"
-# The entry of a checkpoint's config.json that has the sha256 of the data.
-DATA = "data_sha256"
 # A resumed run may change these fields: they determine where and how long, not what.
 FREE = ("steps", "out", "seconds", "save_every", "keep", "logger", "peak_tflops", "async_checkpoints", "timeout")
 # These may change as long as each step reads the same examples.
