@@ -161,7 +161,7 @@ def _loaded(source: str, stop: str) -> tuple[Any, Any, tuple[int, ...]]:
 
     if not pretrained.is_pretrained_name(source) and hub.is_folder(source):
         return *hub.load(source, stop), ()
-    model, name, _ = trained.model(source, "", "decoder")
+    model, name, *_ = trained.model(source, "", "decoder")
     if model.tokenizer:
         return model, Tokenized(model.tokenizer, ends=hub.ends(model.tokenizer, stop)), ()
     if stop:

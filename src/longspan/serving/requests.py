@@ -363,6 +363,8 @@ def _prompts(given: Any, codec: Any, vocab: int, more: bool = False) -> list[lis
                 found.append(codec.encode_more(one) if more else codec.encode(one))
             except UnicodeEncodeError as error:
                 raise Wrong(f"prompt is not valid Unicode: {error.reason}", "prompt") from error
+            except ValueError as error:
+                raise Wrong(f"prompt cannot be encoded: {error}", "prompt") from error
         elif isinstance(one, list) and all(map(_is_integer, one)):
             if odd := [token for token in one if not 0 <= token < vocab]:
                 raise Wrong(f"token {_shown(odd[0])} is not among 0 to {vocab - 1}", "prompt")
