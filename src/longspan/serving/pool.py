@@ -379,8 +379,8 @@ class Pool:
             while self._waiting and taken + len(self._waiting[0].streams) <= self.slots:
                 job = self._waiting[0]
                 taken += len(job.streams)
-                cached = job.beginning is not None and not job.scored
-                if cached and (known := self.prefixes.find(job.tokens)) is not None:
+                known = None if job.beginning is None or job.scored else self.prefixes.find(job.tokens)
+                if known is not None and job.beginning is not None:
                     job.read, job.state, job.outputs = known
                     job.beginning.extend(job.tokens[: job.read])
                     for stream in job.streams:
