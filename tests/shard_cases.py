@@ -171,10 +171,12 @@ def weight_gaps(model, wanted):
     return max(gaps)
 
 
-def decoder_gaps(group, lengths, mask=None, segments=None, late=False, twice=False, **options):
+def decoder_gaps(group, lengths, mask=None, segments=None, late=False, twice=False, frozen=(), **options):
     """Return the gaps of the logits and of the gradients of a decoder's weights, after a mean over all real tokens."""
     rank, n = dist.get_rank(group), sum(lengths)
     whole, own, tokens = decoder(**options), decoder(**options), row(n)
+    for part in (model.get_submodule(name) for model in (whole, own) for name in frozen):
+        part.requires_grad_(False)
     given = {name: t for name, t in (("segments", segments), ("mask", mask)) if t is not None}
     outputs, _ = whole(whole.shift(tokens), **given)
     nll = -whole.likelihood.log_prob(outputs, tokens)
