@@ -1,6 +1,7 @@
-"""Every op with mask, segments and a state equals separate calls on the real tokens of each segment.
+"""Laws of every op that takes a mask, segments and a state.
 
-Any segment may be masked as a whole: it keeps the state of the first and the next state of the last.
+It equals separate calls on the real tokens of each segment. Any segment may be masked as a whole: it keeps the state of
+the first and the next state of the last. What one segment holds reaches no other.
 """
 
 import functools
@@ -154,3 +155,98 @@ def test_no_tokens_leave_the_state(name, kind, dtype):
         y, after = run(op, none, rest, state.to(dtype), mask=MASK[:, :0], segments=SEGMENTS[:, :0])
     assert y.shape[axis] == 0
     assert after.equal(state.to(dtype))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_gradients_may_have_any_layout(name, kind):
+    op, tokens, others, state, _ = OPS[name]
+    dtype = torch.float64 if kind in ("reference", "torch") else torch.float32
+    leaves = {key: t.to(dtype).requires_grad_() for key, t in tokens.items()}
+    rest = {key: t.to(dtype) if isinstance(t, torch.Tensor) else t for key, t in others.items()}
+    before = state.to(dtype).requires_grad_()
+    with backend(kind):
+        outputs = run(op, leaves, rest, before)
+        inputs = [*leaves.values(), before]
+        upstream = [draw(*t.shape, seed=13).to(dtype) for t in outputs]
+        wanted = torch.autograd.grad(outputs, inputs, upstream, retain_graph=True)
+        # The first axis last in memory.
+        strided = [t.movedim(0, -1).contiguous().movedim(-1, 0) for t in upstream]
+        found = torch.autograd.grad(outputs, inputs, strided)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+# The ops whose sums would carry NaN across a border.
+SUMS = [name for name in OPS if name not in ("diagonal", "selective", "convolution")]
+SPOILT = SEGMENTS == 2
+SPOILT[1:3] = False
+SPOILT[2, N - 2 :] = True  # the last segment of one row alone
+
+
+def spoilt_tokens(name, operand):
+    """The operands of an op, with NaN in the first token of a segment; whether each token sees it."""
+    tokens = dict(OPS[name][1])
+    first = SPOILT & ~torch.nn.functional.pad(SPOILT[:, :-1], (1, 0))
+    at = first[:, None, :, *(None,) * (tokens[operand].dim() - 3)]
+    return tokens | {operand: tokens[operand].masked_fill(at, torch.nan)}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("name", "operand"), [(name, operand) for name in SUMS for operand in OPS[name][1]])
+@pytest.mark.parametrize("transformed", [False, True])
+def test_numbers_that_are_none_stay_in_their_segment(name, operand, transformed):
+    """Also where a transform cannot look at them; they spoil all later tokens of the segment there."""
+    op, tokens, others, state, axis = OPS[name]
+
+    def call(tokens):
+        with backend("torch"):
+            return run(op, tokens, others, state, segments=SEGMENTS)
+
+    clean, spoilt = call(tokens), spoilt_tokens(name, operand)
+    y, after = torch.func.vjp(call, spoilt)[0] if transformed else call(spoilt)
+    kept = ~SPOILT
+    torch.testing.assert_close(y.movedim(axis, 1)[kept], clean[0].movedim(axis, 1)[kept])
+    assert y.movedim(axis, 1)[SPOILT].isnan().any()
+    assert not transformed or y.movedim(axis, 1)[SPOILT].isnan().all()
+    torch.testing.assert_close(after[~SPOILT[:, -1]], clean[1][~SPOILT[:, -1]])
+    assert operand == "query" or after[SPOILT[:, -1]].isnan().flatten(1).any(1).all()
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("used", [(0,), (1,), (0, 1)], ids=str)
+def test_gradients_that_are_none_stay_in_their_segment(name, used):
+    """Those of the output, of the state, or of both."""
+    op, tokens, others, state, axis = OPS[name]
+    kept = ~SPOILT
+
+    def gradients(factor):
+        leaves = {key: t.detach().requires_grad_() for key, t in tokens.items()}
+        with backend("torch"):
+            outputs = run(op, leaves, others, state, segments=SEGMENTS)
+        upstream = [torch.ones_like(t) for t in outputs]
+        upstream[0].movedim(axis, 1)[SPOILT] *= factor
+        upstream[1][SPOILT[:, -1]] *= factor
+        inputs = [t for key, t in leaves.items() if key != "query"] if used == (1,) else [*leaves.values()]
+        found = torch.autograd.grad([outputs[i] for i in used], inputs, [upstream[i] for i in used])
+        return [t.movedim(axis, 1)[kept] for t in found]
+
+    for a, b in zip(gradients(torch.nan), gradients(1.0), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+def test_a_donated_state_is_not_read_twice(name, kind):
+    """A token with a segment, of which one row is NaN: the other rows continue the state that came in."""
+    op, tokens, others, state, axis = OPS[name]
+    dtype = torch.float64 if kind in ("reference", "torch") else torch.float32
+    token = {key: t.to(dtype).narrow(axis, 0, 1).clone() for key, t in tokens.items()}
+    token["value" if "value" in token else "x"][0] = torch.nan
+    rest = {key: t.to(dtype) if isinstance(t, torch.Tensor) else t for key, t in others.items()}
+    with torch.no_grad(), backend(kind):
+        wanted = run(op, token, rest, state.to(dtype), segments=SEGMENTS[:, :1])
+        found = run(op, token, rest, state.to(dtype, copy=True), segments=SEGMENTS[:, :1], donate=True)
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+    assert wanted[0][1:].isfinite().all()
