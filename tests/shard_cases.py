@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import copy
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -216,8 +215,6 @@ def mesh_gaps(group, kind, data, sequence, **options):
     if kind == "ddp":
         call = DistributedDataParallel(model)
     else:
-        # torch 2.13 warns of every model that ends with a linear layer on (B,N,dim).
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         flat = init_device_mesh("cpu", (data * sequence,))
         for block in model.stack.blocks:
             fully_shard(block, mesh=flat)
@@ -300,7 +297,6 @@ def training_traffic(group, kind):
     if kind == "ddp":
         call = DistributedDataParallel(model, process_group=group)
     else:
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         mesh = DeviceMesh.from_group(group, "cpu")
         for block in model.stack.blocks:
             fully_shard(block, mesh=mesh)
