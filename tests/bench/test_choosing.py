@@ -101,9 +101,8 @@ def test_every_mechanism_is_in_the_table(script):
     missing = script.unmeasured(measured)
     assert sorted([*links, *missing]) == longspan.list_mechanisms()
     assert all(script.link(name) in script.missing(script.Figures(measured)) for name in missing)
-    assert {script.group(name) for name in longspan.list_mechanisms()} == {*script.FAMILIES}
-    assert all(script.group(default) == name for name, (_, default) in script.FAMILIES.items())
-    assert {default for _, default in script.FAMILIES.values()} == {*script.COLORS}
+    assert {script.group(name) for name in longspan.list_mechanisms()} == {*script.KINDS}
+    assert all(script.group(default) == name for name, (_, _, default) in script.KINDS.items())
 
 
 def test_a_row_has_the_figures_of_the_result(script, result):
