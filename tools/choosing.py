@@ -43,8 +43,8 @@ MACHINE, NAME = "epyc-2-cores", "every"
 BLOCK = "<!-- {0}:begin -->\n\n{1}\n\n<!-- {0}:end -->"
 AT = 16384  # tokens of the main table
 DELTA = ("deltanet", "fast_weights", "gated_deltanet", "kda", "rwkv7")
-# What the chooser distinguishes, by its name in tables: the family of the registry, when to use it, and the default. The
-# family of gated mechanisms has two.
+# What the chooser distinguishes, by its name in tables: the family of the registry, when to use it, and the default.
+# The family of gated mechanisms has two.
 KINDS = {
     "softmax": ("softmax", "exact attention, up to about 2,000 tokens", "softmax"),
     "sparse": ("sparse", "mostly nearby tokens, exactly", "local"),

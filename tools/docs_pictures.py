@@ -19,6 +19,8 @@ def show_versions(app: Any, doctree: nodes.document) -> None:
     folder = Path(doctree["source"]).parent
     for image in list(doctree.findall(nodes.image)):
         uri = Path(image["uri"])
+        if uri.suffix == ".svg":
+            image["classes"] += ["chart", "scrolls"]
         if "://" in image["uri"] or not (folder / uri.with_name(f"{uri.stem}-dark{uri.suffix}")).exists():
             continue
         has_narrow = (folder / uri.with_name(f"{uri.stem}-narrow{uri.suffix}")).exists()

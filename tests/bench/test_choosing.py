@@ -82,7 +82,7 @@ def cells(text):
 
 def test_the_pages_and_files_are_what_the_script_writes(script):
     found = json.loads((script.RESULTS / script.MACHINE / f"{script.NAME}.json").read_text(encoding="utf-8"))
-    texts = [path.read_text(encoding="utf-8") for path in (script.CHOOSER, script.PAGE)]
+    texts = [path.read_text(encoding="utf-8") for path in (script.CHOOSER, script.PAGE, script.README)]
     for text in texts:
         assert script.written(text, found) == text
         assert script.written(re.sub(r"\d \|", "9 |", text), found) == text
@@ -151,6 +151,8 @@ def places(script, tmp_path, monkeypatch):
     """Pages and folders of a test -> the folder of the machine."""
     for name, place in (("RESULTS", "results"), ("TABLES", "tables"), ("PAGE", "page.md"), ("CHOOSER", "chooser.md")):
         monkeypatch.setattr(script, name, tmp_path / place)
+    monkeypatch.setattr(script, "README", tmp_path / "readme.md")
+    script.README.write_text("")
     script.PAGE.write_text("a\n<!-- every:begin -->\n<!-- every:end -->\nb\n")
     script.CHOOSER.write_text("<!-- where:begin -->\n<!-- where:end -->\n")
     return tmp_path / "results" / script.MACHINE

@@ -260,6 +260,8 @@ def test_every_package_is_in_the_picture():
     packages = {path.parent.name for path in (ROOT / "src" / "longspan").glob("*/__init__.py")}
     assert {name for layer in tool["LAYERS"] for name, _ in layer} == packages
     assert tool["PICTURE"].read_text(encoding="utf-8") == tool["draw"](), "run: python tools/architecture.py"
+    page = tool["PAGE"].read_text(encoding="utf-8")
+    assert tool["written"](page) == page, "run: python tools/architecture.py"
 
 
 def test_the_performance_pages_are_what_their_script_writes():
