@@ -1,6 +1,7 @@
 """Draw the packages of longspan by layer: ``python tools/architecture.py`` writes docs/images/architecture.svg.
 
-It also writes the list of packages in docs/explanation/architecture.md, between the two markers there. The colors are chosen to be readable on light and on dark pages.
+It also writes the list of packages in docs/explanation/architecture.md, between the two markers there. The colors are
+readable on light and on dark pages.
 """
 
 from html import escape

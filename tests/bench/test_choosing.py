@@ -85,7 +85,8 @@ def test_the_pages_and_files_are_what_the_script_writes(script):
     texts = [path.read_text(encoding="utf-8") for path in (script.CHOOSER, script.PAGE, script.README)]
     for text in texts:
         assert script.written(text, found) == text
-        assert script.written(re.sub(r"\d \|", "9 |", text), found) == text
+        emptied = re.sub(r"(:begin -->\n).*?(<!-- \w+:end -->)", r"\1\2", text, flags=re.DOTALL)
+        assert script.written(emptied, found) == text
     assert all(any(f"<!-- {name}:begin -->" in text for text in texts) for name in script.BLOCKS)
     for name, rows in script.CSV.items():
         text = (script.TABLES / f"{name}.csv").read_text(encoding="utf-8")
