@@ -22,7 +22,7 @@ LAYERS = (
     (
         ("generation", "sampling, beam search"),
         ("train", "loop, objectives, runs"),
-        ("distributed", "sequences over processes"),
+        ("distributed", "several processes"),
         ("testing", "conformance checks"),
     ),
     (("models", "configs, stacks, decoder, encoder, checkpoints"),),

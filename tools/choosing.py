@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from longspan._utils import palette, plots
+from longspan._utils import plots
 from longspan._utils.spec import head
 from longspan.attention.base import REGISTRY
 from longspan.attention.families import FAMILIES
@@ -143,7 +143,7 @@ COLUMNS = (
 
 def every(found: Figures) -> str:
     """Return the sortable table of all mechanisms, the fastest to train first."""
-    titles = ("mechanism", "kind", "causal", *COLUMNS, "faster than softmax from, tokens")
+    titles = ("mechanism", "kind", "causal", *COLUMNS, "faster from, tokens")
     rows = [
         (
             link(name),
@@ -368,26 +368,18 @@ def written(text: str, result: Result) -> str:
 
 
 def draw(path: Path, result: Result) -> None:
-    """Draw time with backward and bytes of state by length for the defaults."""
+    """Draw time with backward and size of the state by length for the defaults: wide, and narrow for phones."""
     found, plt = Figures(result), plots.pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-    for name, shown in palette.looks(name for _, _, name in KINDS.values()).items():
-        look = {"color": shown.color, "marker": shown.marker, "label": name}
-        times = found.by_length(name, TRAINING)
-        left.plot(list(times), [1e3 * seconds for seconds in times.values()], **look)
+    names, rows = [spec for _, _, spec in KINDS.values()], []
+    for name in names:
+        rows += [{"candidate": name, "length": n, "seconds": t} for n, t in found.by_length(name, TRAINING).items()]
         states = {n: found.value(name, STEP, "state_bytes", n) for n in found.lengths}
-        states = {n: size for n, size in states.items() if size is not None}
-        if states:
-            right.plot(list(states), [size / 1024 for size in states.values()], **look)
-    left.set(title="one sequence, forward and backward", ylabel="time, ms")
-    right.set(title="recurrent state of one layer", ylabel="state, kB")
-    for axis in (left, right):
-        axis.set(xscale="log", yscale="log", xlabel="tokens")
-        axis.set_xticks(found.lengths, [f"{n:,}" for n in found.lengths], minor=False)
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    plots.legend(figure, (left,))
-    plots.save(plt, figure, path, dark=True)
+        rows += [
+            {"candidate": name, "length": n, "state_bytes": size} for n, size in states.items() if size is not None
+        ]
+    for narrow in (False, True):
+        file = path.with_stem(f"{path.stem}-narrow") if narrow else path
+        plots.save(plt, plots.time_and_state(plt, rows, narrow=narrow), file, dark=True)
 
 
 def measured_again(result: Result, again: Result) -> Result:

@@ -515,6 +515,7 @@ def _serve(plt: Any, result: dict[str, Any]) -> Any:
             label = f"{name}, 99 %, {way}"
             right.plot(streams, [row[f"{what}_p99"] for row in of], style, marker="o", color=shade, label=label)
     left.set(ylabel="tokens per second", ylim=(0, None))
+    left.yaxis.set_major_formatter("{x:,g}")
     right.set(ylabel="seconds", yscale="log")
     for axis in (left, right):
         counts = sorted({row["streams"] for row in rows})
