@@ -161,7 +161,8 @@ def every(found: Figures) -> str:
 def defaults(found: Figures) -> str:
     """Return the table of the kinds with the recommended default of each."""
     titles = ("kind", "default", *COLUMNS)
-    return table(titles, [(name, link(spec), *row(found, spec)) for name, (_, _, spec) in KINDS.items()], 2)
+    rows = [(name, link(spec), *row(found, spec)) for name, (_, _, spec) in KINDS.items()]
+    return f'<div class="compact">\n\n{table(titles, rows, 2)}\n\n</div>'
 
 
 def summary(found: Figures) -> str:
