@@ -157,8 +157,8 @@ def padding(given: Mapping[str, Any], batch: int, n: int) -> tuple[Tensor | None
         return outer if outer is not None and tuple(outer.shape) == (batch, n) else None, None
     if len(mask) != batch or mask.shape[1] < n:
         raise ValueError(
-            f"attention_mask must be (B, N) = {(batch, n)}, or longer by the tokens of the cache, with 1 on real tokens, "
-            f"not {tuple(mask.shape)}"
+            f"attention_mask must be (B, N) = {(batch, n)}, or longer by the tokens of the cache, with 1 on real "
+            f"tokens, not {tuple(mask.shape)}"
         )
     mask = mask.bool()
     if bool(mask.all()):
@@ -206,7 +206,8 @@ def refuse_between(config: Any, mask: Tensor, n: int, why: str) -> None:
         why = f"in its sliding window of {window} tokens, padding takes the places of real tokens"
     if why and bool(between.any()):
         raise ValueError(
-            f"a model of type {config.model_type} does not support padding between tokens: {why}; pad prompts on the left"
+            f"a model of type {config.model_type} does not support padding between tokens: {why}; "
+            "pad prompts on the left"
         )
 
 

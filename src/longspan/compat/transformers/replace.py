@@ -110,7 +110,7 @@ def _modules(model: nn.Module | None) -> Iterator[ModuleType]:
 
 
 def _module(module: ModuleType) -> None:
-    """Replace the supported functions of a modeling file, and make its models pass on boundaries of packed rows and padding."""
+    """Replace the supported functions of a modeling file, and tell its layers of packed rows and padding."""
     kind = _model(module.__name__)
     for layer, why in UNSERVED_LAYERS.get(kind, {}).items():
         if layer in module.__dict__:
@@ -167,7 +167,9 @@ def _cache() -> None:
 
     owner: Any = getattr(cache_utils, "LinearAttentionLayer", None)
     if owner is not None and "conv_kernel_size" in inspect.signature(owner.update_conv_state).parameters:
-        one = Replaced("", "LinearAttentionLayer.update_conv_state", owner, "update_conv_state", owner.update_conv_state)
+        one = Replaced(
+            "", "LinearAttentionLayer.update_conv_state", owner, "update_conv_state", owner.update_conv_state
+        )
         _put(one, convolution.with_real_tokens(one.original))
 
 
