@@ -140,7 +140,7 @@ def continued(made, x, cuts, last=False):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("cuts", [[11, 12], [2, 1, 20], [21, 1, 1]], ids=str)
+@pytest.mark.parametrize("cuts", [[11, 12], [2, 1, 20], [9, 2, 1, 2, 9], [21, 1, 1]], ids=str)
 def test_a_text_in_parts_is_the_whole_text(kind, cuts):
     served(kind)
     continues(kind, cuts)
