@@ -227,7 +227,7 @@ def test_position_0_clears_the_state_of_rglru():
         return layer(x, torch.tensor(positions)[None]), layer.recurrent_states
 
     with torch.no_grad():
-        before, state = run(x[:, :3], range(3), None)
+        _, state = run(x[:, :3], range(3), None)
         first, middle = run(x[:, 3:6], range(3), None), run(x[:, 6:], range(3), None)
         # At the first token after a state, and in the middle.
         found, last = run(x[:, 3:], [0, 1, 2, 0, 1, 2], state)
