@@ -156,4 +156,4 @@ def test_a_layer_with_other_rows_than_its_model_is_refused():
         assert packing.real(1, 4, earlier=True).tolist() == [[True, True, True, False]]
         for batch, n, earlier in ((1, 3, False), (2, 2, False), (1, 1, True)):
             with pytest.raises(ValueError, match="padded rows"):
-                packing.real(batch, n, earlier)
+                packing.real(batch, n, earlier=earlier)

@@ -344,7 +344,7 @@ def _hidden(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Ten
     return hidden
 
 
-def _unfit(form: Attention) -> str:
+def _unfit(form: Any) -> str:
     """Return why the projections of a mechanism are not those of ``nn.MultiheadAttention``, or ""."""
     dim = form.dim
     for name in PROJECTIONS:

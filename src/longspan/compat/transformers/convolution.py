@@ -39,8 +39,8 @@ def convolve(
     """
     batch, _, n = hidden_states.shape
     act = OURS.get(activation or "")
-    options = {"mask": real(batch, n, earlier=True), "segments": borders(kwargs, batch, n)}
-    y, _ = causal_convolution(hidden_states.mT, weight, bias, activation=act, **options)
+    mask, segments = real(batch, n, earlier=True), borders(kwargs, batch, n)
+    y, _ = causal_convolution(hidden_states.mT, weight, bias, activation=act, mask=mask, segments=segments)
     return _activated(y.mT, activation)
 
 

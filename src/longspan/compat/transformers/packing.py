@@ -167,7 +167,7 @@ def padding(given: Mapping[str, Any], batch: int, n: int) -> tuple[Tensor | None
     return None if bool(last.all()) else last, mask if isinstance(whole, Tensor) else None
 
 
-def real(batch: int, n: int, earlier: bool = False) -> Tensor | None:
+def real(batch: int, n: int, *, earlier: bool = False) -> Tensor | None:
     """Return which of a layer's n tokens are real (B,N); None if all are.
 
     Args:

@@ -44,7 +44,7 @@ def attention(self, hidden: Tensor, state: list[Tensor] | None = None, use_cache
     if state is not None:
         num, den, m = (carried(one[:, :, layer], upcast_half(k[:0]).dtype) for one in state[2:])
         past = num, den, m
-    ids, mask = sequences(*hidden.shape[:2]), real(*hidden.shape[:2])
+    ids, mask = sequences(*hidden.shape[:2]), real(hidden.shape[0], hidden.shape[1])
     o, last = average(self.time_decay, self.time_first, k, v, past, ids, mask)
     if state is not None:
         state[1][:, :, layer] = before
@@ -133,5 +133,5 @@ def reordered(original: None) -> Callable:
 def _shifted(x: Tensor, last: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the token before each of x (B,N,C), and the last one (B,C); ``last`` (B,C) or 0 is before the first."""
     before = torch.zeros_like(x[:, 0]) if last is None else carried(last, x.dtype)
-    shifted, last = shift(x, before[:, None], mask=real(*x.shape[:2]), segments=sequences(*x.shape[:2]))
+    shifted, last = shift(x, before[:, None], mask=real(x.shape[0], x.shape[1]), segments=sequences(*x.shape[:2]))
     return shifted, last[:, 0]
