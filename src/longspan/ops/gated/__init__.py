@@ -9,12 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..._utils.spec import known
+from .. import onnx
 from ..arguments import check_mask, check_segments, check_state, describe
 from ..backends import choose_backend, log_backend, resolve_backend
 from ..exported import operation
 from ..isolated import Packed, Part, isolated
 from ..native import call
-from ..operands import check_donation, check_scale, check_stored, materialize_neg, same_device, transformed, zero_masked
+from ..operands import (
+    check_donation,
+    check_scale,
+    check_stored,
+    in_onnx,
+    materialize_neg,
+    same_device,
+    transformed,
+    zero_masked,
+)
 from ..packed import check_packed
 from ..shards import active_shards
 from ..tensors import per_root, upcast_half
@@ -354,7 +364,8 @@ def recur(
         state = v.new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1], dtype=upcast_half(v[:0]).dtype)
     if torch.compiler.is_exporting():
         factor = per_root(q.shape[-1]) if scale is None else scale
-        return recurrence(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, factor, normalize is not None)
+        write = onnx.linear_attention if in_onnx() else recurrence
+        return write(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, factor, normalize is not None)
     if not q.shape[-1]:
         # D = 0 equals one channel of zeros, which every form can take.
         q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))

@@ -12,7 +12,17 @@ from ..backends import choose_backend, log_backend, resolve_backend
 from ..exported import operation
 from ..isolated import Packed, Part, isolated
 from ..native import call
-from ..operands import check_donation, check_scale, check_stored, materialize_neg, same_device, transformed, zero_masked
+from ..onnx import check_fixed
+from ..operands import (
+    check_donation,
+    check_scale,
+    check_stored,
+    in_onnx,
+    materialize_neg,
+    same_device,
+    transformed,
+    zero_masked,
+)
 from ..packed import by_sequence, check_packed
 from ..tensors import per_root, upcast_half
 from . import general_chunks as chunks
@@ -189,7 +199,9 @@ def recur(
         sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         state = v.new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1], dtype=upcast_half(v[:0]).dtype)
     early, factor = read_before_decay, per_root(q.shape[-1]) if scale is None else scale
-    if torch.compiler.is_exporting():
+    if in_onnx():
+        check_fixed("the general delta rule", q.shape[2])
+    elif torch.compiler.is_exporting():
         given = (q, k, v, read, erase, log_decay, state, mask, segments, cu_seqlens, factor, early)
         return recurrence(*given)
     if not q.shape[-1]:
@@ -223,7 +235,8 @@ def recur(
             # A single token belongs to the segment of the state.
             return step(*operands, **options, donate=donate and not transformed())
         case _:
-            form = chunks.composed if transformed() else chunks.attend
+            # ONNX has no operator for the triangular systems of the chunks.
+            form = reference if in_onnx() else chunks.composed if transformed() else chunks.attend
             return by_sequence(form, tokens, state, **options, **packed)
 
 

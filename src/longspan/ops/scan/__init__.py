@@ -8,7 +8,8 @@ from torch import Tensor
 from ..arguments import check_mask, check_segments, check_state, describe
 from ..backends import choose_backend, log_backend, resolve_backend
 from ..exported import operation
-from ..operands import check_donation, check_stored, materialize_neg, same_device
+from ..onnx import check_fixed
+from ..operands import check_donation, check_stored, in_onnx, materialize_neg, same_device
 from ..packed import by_sequence, check_packed
 from ..tensors import upcast_half
 from . import diagonal_forms, selective_forms
@@ -120,7 +121,9 @@ def diagonal(
     """``diagonal_scan`` without checks, by the fastest form. Raises ValueError if a forced backend cannot serve it."""
     if state is None:
         state = _zeros(x, cu_seqlens)
-    if torch.compiler.is_exporting():
+    if in_onnx():
+        check_fixed("the diagonal scan", x.shape[1])
+    elif torch.compiler.is_exporting():
         return _exported_diagonal(x, log_decay, state, mask, segments, cu_seqlens)
     token = mask is None and cu_seqlens is None and x.shape[1] == 1
     if token and resolve_backend(DIAGONAL, SERVED, "native") == "native":
@@ -279,7 +282,9 @@ def selective(
     """``selective_scan`` without checks, by the fastest form. Raises ValueError if a forced backend cannot serve it."""
     if state is None:
         state = _zeros(x, cu_seqlens, A.shape[1])
-    if torch.compiler.is_exporting():
+    if in_onnx():
+        check_fixed("the selective scan", x.shape[1])
+    elif torch.compiler.is_exporting():
         return _exported_selective(x, dt, A, B, C, D, z, dt_bias, state, mask, segments, cu_seqlens, softplus)
     token = mask is None and cu_seqlens is None and x.shape[1] == 1
     if token and resolve_backend(SELECTIVE, SERVED, "native") == "native":
