@@ -65,7 +65,7 @@ def linear_attention(
     return o if mask is None else o.masked_fill(~mask[:, None, :, None], 0.0), end
 
 
-def check_fixed(what: str, n: int) -> None:
+def check_fixed(what: str, n: int | torch.SymInt) -> None:
     """Raise ValueError if the number of tokens is free in a graph of ONNX whose loop over tokens is unrolled."""
     if not isinstance(n, int):
         raise ValueError(

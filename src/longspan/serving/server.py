@@ -423,7 +423,8 @@ class Server:
                 first = False
             if choice.error is not None and piece["finish_reason"] is not None:
                 # The text that was held back, since a stop string may begin in it, comes before the error.
-                text = _event({**about, "choices": [{**piece, "finish_reason": None}]}) if piece["text"] else b""
+                held = piece["text"] and choice.seen
+                text = _event({**about, "choices": [{**piece, "finish_reason": None}]}) if held else b""
                 return text + _event({"error": error_body(choice.error)})
             if piece["text"] or piece.get("tokens") or piece["finish_reason"] or asked.logprobs is not None:
                 return _event({**about, "choices": [piece]})
