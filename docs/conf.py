@@ -5,6 +5,8 @@ from importlib.metadata import version as installed
 from pathlib import Path
 from typing import Any
 
+from longspan import list_mechanisms
+
 HERE = Path(__file__).parent
 TOOLS = HERE.parent / "tools"
 
@@ -23,7 +25,8 @@ html_theme_options: dict[str, Any] = {
     "dark_css_variables": {"color-brand-primary": "#7db4f0", "color-brand-content": "#7db4f0"},
 }
 
-myst_enable_extensions = ["colon_fence", "deflist", "dollarmath"]
+myst_enable_extensions = ["colon_fence", "deflist", "dollarmath", "substitution"]
+myst_substitutions = {"mechanisms": len(list_mechanisms())}
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # the tests run the notebooks
 copybutton_prompt_text, copybutton_prompt_is_regexp = r"\$ |>>> |\.\.\. ", True
@@ -42,7 +45,8 @@ def keep_attribute(app: Any, what: str, name: str, obj: Any, options: Any, lines
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", keep_attribute, priority=100)
-    runpy.run_path(str(TOOLS / "docs_math.py"))["setup"](app)
+    for script in ("docs_math.py", "docs_pictures.py"):
+        runpy.run_path(str(TOOLS / script))["setup"](app)
 
 
 runpy.run_path(str(TOOLS / "mechanism_pages.py"))["pages"]()

@@ -5,7 +5,7 @@
 
 The model is small and has random weights, so nothing is downloaded. For a real model, call
 ``longspan.compat.transformers.accelerate()`` before or after ``from_pretrained``. It requires
-pip install "longspan[transformers]".
+pip install ".[transformers]".
 """
 
 import argparse

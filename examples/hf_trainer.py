@@ -6,7 +6,7 @@
 
 Without ``--text`` the model learns a few sentences by heart. Each process reads its own windows. The last command
 shards the model over GPUs. A second run with the same ``--out`` resumes from the last checkpoint. It requires
-pip install "longspan[transformers]" and accelerate.
+pip install ".[transformers]" and accelerate.
 """
 
 import argparse

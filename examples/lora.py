@@ -5,7 +5,7 @@
 
 Without ``--model`` it builds a tiny Qwen3.5 with random weights, whose tokens are bytes; ``--width`` makes it larger.
 Without ``--text`` it reads this file. ``--stock`` trains with transformers' own code, to compare time and memory; its
-recurrent layers then leak between the paragraphs of a row. It requires pip install "longspan[lora]".
+recurrent layers then leak between the paragraphs of a row. It requires pip install ".[lora]".
 """
 
 import argparse

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import copy
-import warnings
 
 import torch
 import torch.distributed as dist
@@ -171,10 +170,12 @@ def weight_gaps(model, wanted):
     return max(gaps)
 
 
-def decoder_gaps(group, lengths, mask=None, segments=None, late=False, twice=False, **options):
+def decoder_gaps(group, lengths, mask=None, segments=None, late=False, twice=False, frozen=(), **options):
     """Return the gaps of the logits and of the gradients of a decoder's weights, after a mean over all real tokens."""
     rank, n = dist.get_rank(group), sum(lengths)
     whole, own, tokens = decoder(**options), decoder(**options), row(n)
+    for part in (model.get_submodule(name) for model in (whole, own) for name in frozen):
+        part.requires_grad_(False)
     given = {name: t for name, t in (("segments", segments), ("mask", mask)) if t is not None}
     outputs, _ = whole(whole.shift(tokens), **given)
     nll = -whole.likelihood.log_prob(outputs, tokens)
@@ -214,8 +215,6 @@ def mesh_gaps(group, kind, data, sequence, **options):
     if kind == "ddp":
         call = DistributedDataParallel(model)
     else:
-        # torch 2.13 warns of every model that ends with a linear layer on (B,N,dim).
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         flat = init_device_mesh("cpu", (data * sequence,))
         for block in model.stack.blocks:
             fully_shard(block, mesh=flat)
@@ -298,7 +297,6 @@ def training_traffic(group, kind):
     if kind == "ddp":
         call = DistributedDataParallel(model, process_group=group)
     else:
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         mesh = DeviceMesh.from_group(group, "cpu")
         for block in model.stack.blocks:
             fully_shard(block, mesh=mesh)

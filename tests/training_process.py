@@ -43,6 +43,11 @@ def weights(folder, name=None):
     return (at / (name or (at / "last").read_text().strip()) / "model.safetensors").read_bytes()
 
 
+def in_parts(folder, prefix):
+    """The whole tensors of a checkpoint in parts whose names begin with ``prefix``."""
+    return shards.read(folder, shards.parse_index(folder, (folder / checkpoint.INDEX).read_bytes()), prefix)
+
+
 def checkpoints(folder):
     return sorted(path.name for path in (folder / "run" / "checkpoints").glob("step-*"))
 

@@ -1,16 +1,19 @@
 """Draw the packages of longspan by layer: ``python tools/architecture.py`` writes docs/images/architecture.svg.
 
-The colors are chosen to be readable on light and on dark pages.
+It also writes the list of packages in docs/explanation/architecture.md, between the two markers there. The colors are
+readable on light and on dark pages.
 """
 
 from html import escape
 from pathlib import Path
 
-PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "architecture.svg"
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+PICTURE, PAGE = DOCS / "images" / "architecture.svg", DOCS / "explanation" / "architecture.md"
+BEGIN, END = "<!-- packages:begin -->", "<!-- packages:end -->"
 # From the top layer down: packages, each with what it holds. A package imports from its own layer and those below.
 LAYERS = (
     (
-        ("cli", "one file, one command"),
+        ("cli", "commands"),
         ("bench", "time and memory"),
         ("experiments", "published results"),
         ("compat", "other libraries"),
@@ -19,7 +22,7 @@ LAYERS = (
     (
         ("generation", "sampling, beam search"),
         ("train", "loop, objectives, runs"),
-        ("distributed", "rows over processes"),
+        ("distributed", "several processes"),
         ("testing", "conformance checks"),
     ),
     (("models", "configs, stacks, decoder, encoder, checkpoints"),),
@@ -62,5 +65,18 @@ def draw() -> str:
     return "\n".join((*parts, "</svg>", ""))
 
 
+def tree() -> str:
+    """The packages as a list, the top layer first."""
+    lines = (f"  {name + '/':<15}{holds}" for layer in LAYERS for name, holds in layer)
+    return "\n".join((BEGIN, "", "```text", "src/longspan/", *lines, "```", "", END))
+
+
+def written(text: str) -> str:
+    """The page with its list of packages."""
+    before, _, rest = text.partition(BEGIN)
+    return before + tree() + rest.partition(END)[2]
+
+
 if __name__ == "__main__":
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     PICTURE.write_text(draw(), encoding="utf-8")

@@ -13,7 +13,7 @@ becomes ``every_budget``. NEW adds mechanisms that the first run did not have, w
 run. Without an argument the script only writes
 
 * docs/results/mechanisms/*.csv and the picture there,
-* the marked blocks of docs/results/mechanisms.md and docs/how-to/choose-a-mechanism.md.
+* the marked blocks of docs/results/mechanisms.md, docs/how-to/choose-a-mechanism.md and README.md.
 
 Figures of tasks come from the JSON files in docs/results/reproduction.
 """
@@ -29,48 +29,43 @@ from typing import Any
 from longspan._utils import plots
 from longspan._utils.spec import head
 from longspan.attention.base import REGISTRY
+from longspan.attention.families import FAMILIES
 from longspan.attention.registry import list_mechanisms
 from longspan.bench import figures, members
 from longspan.bench.report import rows_csv
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 CHOOSER, PAGE = DOCS / "how-to" / "choose-a-mechanism.md", DOCS / "results" / "mechanisms.md"
+README = DOCS.parent / "README.md"
 TABLES, RESULTS = DOCS / "results" / "mechanisms", DOCS.parent / "benchmarks" / "results"
 TASKS = DOCS / "results" / "reproduction"
 MACHINE, NAME = "epyc-2-cores", "every"
 BLOCK = "<!-- {0}:begin -->\n\n{1}\n\n<!-- {0}:end -->"
 AT = 16384  # tokens of the main table
 DELTA = ("deltanet", "fast_weights", "gated_deltanet", "kda", "rwkv7")
-# The chooser's families, each with the family of the registry and the default that the chooser recommends.
-FAMILIES = {
-    "softmax": ("softmax", "softmax"),
-    "sparse": ("sparse", "local"),
-    "linear": ("linear", "linear"),
-    "decay": ("gated", "gla"),
-    "delta rule": ("gated", "gated_deltanet"),
-    "content": ("content", "routing"),
-    "compressed": ("compressed", "nystrom"),
+# What the chooser distinguishes, by its name in tables: the family of the registry, when to use it, and the default.
+# The family of gated mechanisms has two.
+KINDS = {
+    "softmax": ("softmax", "exact attention, up to about 2,000 tokens", "softmax"),
+    "sparse": ("sparse", "mostly nearby tokens, exactly", "local"),
+    "linear": ("linear", "the highest speed", "linear"),
+    "gated": ("gated", "a language model with a small state", "gla"),
+    "delta rule": ("gated", "recall of facts from a small state", "gated_deltanet"),
+    "content": ("content", "distant tokens, chosen by content", "routing"),
+    "compressed": ("compressed", "a summary of long inputs", "luna"),
 }
-COLORS = {
-    "softmax": "#222222",
-    "local": "#e69f00",
-    "linear": "#0072b2",
-    "gla": "#d55e00",
-    "gated_deltanet": "#009e73",
-    "routing": "#56b4e9",
-    "nystrom": "#8a8a1f",
-}
+NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 PICTURE = "defaults.png"
 FORWARD, TRAINING, STEP = members.MODES
 Result = dict[str, Any]
 
 
 def group(candidate: str) -> str:
-    """Return the family of the chooser that a mechanism belongs to."""
+    """Return the kind that a mechanism belongs to."""
     family = REGISTRY[head(candidate)].family
     if head(candidate) in DELTA:
         return "delta rule"
-    return next(name for name, (of, _) in FAMILIES.items() if of == family)
+    return next(name for name, (of, _, _) in KINDS.items() if of == family)
 
 
 class Figures:
@@ -148,7 +143,7 @@ COLUMNS = (
 
 def every(found: Figures) -> str:
     """Return the sortable table of all mechanisms, the fastest to train first."""
-    titles = ("mechanism", "family", "causal", *COLUMNS, "faster than softmax from, tokens")
+    titles = ("mechanism", "kind", "causal", *COLUMNS, "faster from, tokens")
     rows = [
         (
             link(name),
@@ -164,14 +159,37 @@ def every(found: Figures) -> str:
 
 
 def defaults(found: Figures) -> str:
-    """Return the table of the families with the recommended default of each."""
-    titles = ("family", "default", *COLUMNS)
-    return table(titles, [(name, link(spec), *row(found, spec)) for name, (_, spec) in FAMILIES.items()], 2)
+    """Return the table of the kinds with the recommended default of each."""
+    titles = ("kind", "default", *COLUMNS)
+    rows = [(name, link(spec), *row(found, spec)) for name, (_, _, spec) in KINDS.items()]
+    return f'<div class="compact">\n\n{table(titles, rows, 2)}\n\n</div>'
+
+
+def summary(found: Figures) -> str:
+    """Return the part of the README: how many mechanisms there are, and the default of each kind."""
+    names = list_mechanisms()
+    counts = NUMBERS[len({REGISTRY[name].family for name in names})], NUMBERS[len(KINDS)]
+    opening = (
+        f"longspan has {len(names)} mechanisms in {counts[0]} families. "
+        f"Find your case among these {counts[1]}, and start with its default:"
+    )
+    titles = ("you need", "kind", "default", "speed-up, forward", "with backward", "state")
+    rows = [
+        (
+            need,
+            (FAMILIES[family] if family == name else name).removesuffix(" and the delta rule").lower(),
+            f"`{spec}`",
+            *(number(found.value(spec, mode, "ratio")) for mode in (FORWARD, TRAINING)),
+            plots.readable_bytes(found.value(spec, STEP, "state_bytes")),
+        )
+        for name, (family, need, spec) in KINDS.items()
+    ]
+    return f"{opening}\n\n{table(titles, rows, 3)}"
 
 
 def picture(found: Figures) -> str:
     """Return the picture of the defaults."""
-    return f"![Time and state of the seven defaults by length](../results/mechanisms/{PICTURE})"
+    return f"![Time and state of the defaults by length](../results/mechanisms/{PICTURE})"
 
 
 def where(found: Figures) -> str:
@@ -321,6 +339,7 @@ def forecasts(_: Figures) -> list[Result]:
 BLOCKS: dict[str, Callable[[Figures], str]] = {
     "every": every,
     "defaults": defaults,
+    "summary": summary,
     "picture": picture,
     "where": where,
     "missing": missing,
@@ -350,26 +369,18 @@ def written(text: str, result: Result) -> str:
 
 
 def draw(path: Path, result: Result) -> None:
-    """Draw time with backward and bytes of state by length for the defaults of the families."""
+    """Draw time with backward and size of the state by length for the defaults: wide, and narrow for phones."""
     found, plt = Figures(result), plots.pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4), layout="constrained")
-    for (_, name), mark in zip(FAMILIES.values(), plots.MARKS, strict=False):
-        look = {"color": COLORS[name], "marker": mark, "markersize": 5, "label": name}
-        times = found.by_length(name, TRAINING)
-        left.plot(list(times), [1e3 * seconds for seconds in times.values()], **look)
+    names, rows = [spec for _, _, spec in KINDS.values()], []
+    for name in names:
+        rows += [{"candidate": name, "length": n, "seconds": t} for n, t in found.by_length(name, TRAINING).items()]
         states = {n: found.value(name, STEP, "state_bytes", n) for n in found.lengths}
-        states = {n: size for n, size in states.items() if size is not None}
-        if states:
-            right.plot(list(states), [size / 1024 for size in states.values()], **look)
-    left.set(title="one sequence, forward and backward", ylabel="time, ms")
-    right.set(title="recurrent state of one layer", ylabel="state, kB")
-    for axis in (left, right):
-        axis.set(xscale="log", yscale="log", xlabel="tokens")
-        axis.set_xticks(found.lengths, [f"{n:,}" for n in found.lengths], minor=False)
-        axis.minorticks_off()
-        axis.grid(alpha=0.3)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=7, fontsize=8.5)
-    plots.save(plt, figure, path)
+        rows += [
+            {"candidate": name, "length": n, "state_bytes": size} for n, size in states.items() if size is not None
+        ]
+    for narrow in (False, True):
+        file = path.with_stem(f"{path.stem}-narrow") if narrow else path
+        plots.save(plt, plots.time_and_state(plt, rows, narrow=narrow), file, dark=True)
 
 
 def measured_again(result: Result, again: Result) -> Result:
@@ -427,7 +438,7 @@ def main(folders: list[str]) -> None:
     TABLES.mkdir(parents=True, exist_ok=True)
     for name, rows in CSV.items():
         (TABLES / f"{name}.csv").write_text(rows_csv(rows(Figures(result))), encoding="utf-8")
-    for path in (CHOOSER, PAGE):
+    for path in (CHOOSER, PAGE, README):
         path.write_text(written(path.read_text(encoding="utf-8"), result), encoding="utf-8")
     draw(TABLES / PICTURE, result)
 

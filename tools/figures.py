@@ -15,7 +15,8 @@ commands in DRAWN with the model that comes with the package.
 import json
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from longspan.experiments import demo
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 PAGE, IMAGES = DOCS / "results" / "demo.md", DOCS / "images"
-PICTURES = ("training.png",)
+PICTURES = ("training.png", "training-dark.png")
 MEASURED = DOCS.parent / "benchmarks" / "results" / "epyc-2-cores"
 LENGTHS, HYBRIDS = "every.json", ("transformers.json", "transformers_bfloat16.json", "transformers_qwen_granite.json")
 MECHANISMS = ("softmax", "local", "linear", "gated_deltanet")
@@ -105,24 +106,26 @@ def charts() -> None:
     steps = [row for row in found["rows"] if row["candidate"] in MECHANISMS and row["mode"] == "step"]
     rows += [{key: row[key] for key in ("candidate", "length", "state_bytes")} for row in steps]
     rows.sort(key=lambda row: MECHANISMS.index(row["candidate"]))
-    figure = plots.time_and_state(plt, rows)
     facts = found["machine"]
-    figure.suptitle(
-        f"one causal attention layer of {found['options']['dim']} channels and {found['options']['heads']} heads, "
+    layer = (
+        f"one causal attention layer of {found['options']['dim']} channels and {found['options']['heads']} heads, ",
         f"float32, on {facts['processor']}, {facts['threads']} cores",
-        fontsize=9.5,
     )
-    plots.save(plt, figure, IMAGES / "time-and-state.png")
+    _save(plt, "time-and-state", partial(plots.time_and_state, plt, rows), layer)
     rows = [row for name in HYBRIDS for row in read(name)["rows"] if row["candidate"] == "longspan"]
     order = {name: place for place, name in enumerate(MODELS)}
     rows.sort(key=lambda row: (order[row["model"]], row["dtype"] != "float32"))
-    figure = plots.speedups(plt, rows, MODES)
     facts, tokens = read(HYBRIDS[0])["machine"], read(HYBRIDS[0])["options"]["length"]
-    figure.suptitle(
-        f"accelerate() on {facts['processor']}, {facts['threads']} cores, one sequence of {tokens:,} tokens",
-        fontsize=9.5,
-    )
-    plots.save(plt, figure, IMAGES / "hybrids.png")
+    call = (f"accelerate() on {facts['processor']}, {facts['threads']} cores, ", f"one sequence of {tokens:,} tokens")
+    _save(plt, "hybrids", partial(plots.speedups, plt, rows, MODES), call)
+
+
+def _save(plt: Any, name: str, drawn: Callable[..., Any], title: Iterable[str]) -> None:
+    """Write a chart four times: wide and, for phones, narrow; light and dark."""
+    for ending, narrow in (("", False), ("-narrow", True)):
+        figure = drawn(narrow=narrow)
+        figure.suptitle(("\n" if narrow else "").join(title), fontsize=9.5)
+        plots.save(plt, figure, IMAGES / f"{name}{ending}.png", dark=True)
 
 
 def read(name: str) -> dict[str, Any]:

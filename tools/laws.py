@@ -33,7 +33,7 @@ def laws() -> str:
         f"| `{law}` | {' '.join((function.__doc__ or '').replace('``', '`').split())} | {_when(needs)} |"
         for law, (function, needs) in testing._LAWS.items()
     ]
-    return "\n".join(("| law | statement | applies to mechanisms with |", "|---|---|---|", *rows))
+    return "\n".join(("| check | statement | applies to mechanisms with |", "|---|---|---|", *rows))
 
 
 def _when(needs: tuple[str, ...]) -> str:
@@ -43,7 +43,7 @@ def _when(needs: tuple[str, ...]) -> str:
 def tolerances() -> str:
     """A row for each tolerance."""
     rows = {
-        "float64, all laws": f"{gauge.EXACT:.0e}",
+        "float64, all checks": f"{gauge.EXACT:.0e}",
         "`oracle`: backends against the reference in float32": f"{numeric.ROUNDED:.0e}",
         "`content`: packed neighbors in float32": f"{content.SINGLE:.0e}",
         f"`adversarial`: the last of {numeric.LONG:,} tokens as a decode step, in float32": f"{numeric.LAST_STEP:.0e}",

@@ -1,4 +1,4 @@
-"""Draw the picture of the playground: ``python tools/playground.py`` writes docs/images/playground.png.
+"""Draw the playground: ``python tools/playground.py`` writes docs/images/playground.png and playground-dark.png.
 
 It serves the pretrained model of text and needs Chromium, Pillow and the extra ``serve``.
 """
@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 from PIL import Image
+
+from longspan._utils.plots import dark_path
 
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs" / "images" / "playground.png"
@@ -24,29 +26,30 @@ def main() -> None:
         try:
             found = re.search(r"http://\S+?(?=/v1)", server.stdout.readline())
             assert found is not None
-            _draw(found.group())
+            for path, dark in ((PICTURE, False), (dark_path(PICTURE), True)):
+                _draw(found.group(), path, dark)
+                # A page has few colors.
+                Image.open(path).convert("RGB").quantize(128).save(path, optimize=True)
+                print(path)
         finally:
             server.terminate()
-    # A page has few colors.
-    Image.open(PICTURE).convert("RGB").quantize(128).save(PICTURE, optimize=True)
-    print(PICTURE)
 
 
-def _draw(url: str) -> None:
+def _draw(url: str, path: Path, dark: bool) -> None:
     fields = {"prompt": "The old man looked at the sea and ", "seed": 3, "temperature": 0.7, "max_tokens": 300}
-    with Browser() as browser, browser.page(url, width=900, height=700) as page:
+    with Browser() as browser, browser.page(url, width=900, height=700, dark=dark) as page:
         for name, value in fields.items():
             page.write(f"#{name}", str(value))
         page.click("#run")
         page.until("items[0] && !items[0].control")
         # The beginning of a word.
         page.js("globalThis.cut = items[0].text.lastIndexOf(' ', 94) + 1; items[0].put(cut); items[0].open()")
-        page.write(".panel input", "his daughter ")
+        page.write(".panel input", "daughter ")
         page.click(".panel button")
         page.until("items[1].text.length > 300")
         page.js("items[0].put(cut); items[0].open(false); scrollTo(0, 0)")
         page.until("!items[0].panel.hidden && items[0].control === null")
-        page.picture(PICTURE)
+        page.picture(path)
 
 
 if __name__ == "__main__":

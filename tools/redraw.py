@@ -4,7 +4,8 @@
     python tools/redraw.py benchmarks/results/epyc-2-cores/every.json
 
 draws the pictures of benchmarks (``benchmarks/results``) and of experiments (``docs/results/reproduction``), all of
-them or those of the JSON files that are named. ``tools/figures.py --draw`` draws the pictures in ``docs/images``.
+them or those of the JSON files that are named, each also as NAME-dark.png for dark pages. ``tools/figures.py --draw``
+draws the pictures in ``docs/images``, and ``tools/choosing.py`` the one of the defaults.
 """
 
 import json
@@ -19,13 +20,13 @@ PLACES = ("benchmarks/results/*/*.json", "docs/results/reproduction/*.json")
 
 
 def draw(path: Path) -> Path:
-    """Draw the picture of one JSON file, next to it; return the picture's path."""
+    """Draw the pictures of one JSON file, next to it; return the path of the light one."""
     result = json.loads(path.read_text(encoding="utf-8"))
     picture = path.with_suffix(".png")
     if "benchmark" in result:
-        plots.draw(picture, result)
+        plots.draw(picture, result, dark=True)
     else:
-        runner.picture(picture, EXPERIMENTS[result["experiment"]], result)
+        runner.picture(picture, EXPERIMENTS[result["experiment"]], result, dark=True)
     return picture
 
 

@@ -378,3 +378,21 @@ def test_wrong_shapes_are_refused(shapes):
     module = MultiheadAttention(E, H, batch_first=True)
     with pytest.raises(ValueError, match=re.escape(f"query (B, L, {E}), key (B, S, {E}), value (B, S, {E})")):
         module(*(torch.zeros(shape) for shape in shapes))
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("spec", longspan.attention.list_mechanisms())
+def test_a_mechanism_fits_or_the_refusal_names_what_works(spec):
+    try:
+        longspan.MultiheadAttention(12, 2, attention=spec)
+        return
+    except ValueError as error:
+        message = str(error)
+    found = re.search(r"attention='([^']*)' fits|(longspan\.build\(.*?\)) returns", message)
+    assert found, message
+    text, call = found.groups()
+    if text:
+        longspan.MultiheadAttention(12, 2, attention=text)
+    else:
+        attention = eval(call, {"longspan": longspan})
+        assert attention(torch.randn(1, 12, 12))[0].shape == (1, 12, 12)

@@ -24,9 +24,11 @@ def test_saved_and_loaded(tmp_path):
     saved(build("gla", num_heads=2), tmp_path)
 
 
-def test_first_layer_equals_the_recurrence():
+@pytest.mark.whole
+@pytest.mark.parametrize("lowest", [None, -0.045])
+def test_first_layer_equals_the_recurrence(lowest):
     """Layer 0 against S = Diag(e^g) S + k v^T, token by token."""
-    model = build("gla", num_heads=2).double()
+    model = build("gla", num_heads=2, clamp_min=lowest).double()
     layer, weights = model.model.layers[0].attn, model.state_dict()
     x = torch.randn(1, 7, 32, dtype=torch.float64)
 
@@ -35,6 +37,9 @@ def test_first_layer_equals_the_recurrence():
 
     q, k, v, gate = (x[0] @ w(f"{name}_proj.weight").T for name in "qkvg")
     decay = F.logsigmoid(x[0] @ w("gk_proj.0.weight").T @ w("gk_proj.1.weight").T + w("gk_proj.1.bias")) / 16
+    if lowest is not None:
+        assert decay.min() < lowest < decay.max()
+        decay = decay.clamp(min=lowest)
     outputs = []
     for head in range(2):
         keys, values = slice(8 * head, 8 * head + 8), slice(16 * head, 16 * head + 16)

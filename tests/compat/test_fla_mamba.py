@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import longspan.compat.transformers as on_cpu
-from fla_laws import IDS, close
+from fla_laws import IDS, close, padded
 from longspan.compat import fla
 from longspan.compat.fla import models
 
@@ -125,6 +125,12 @@ def test_generates(case, tmp_path):
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(IDS)}
     found = [model.generate(IDS, use_cache=cache, **options) for cache in (True, False)]
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_padding_on_either_side_changes_nothing(case, tmp_path):
+    checkpoint(tmp_path, *CASES[case])
+    padded(fla.load(tmp_path))
 
 
 @pytest.mark.parametrize("case", ["mamba", "mamba2"])

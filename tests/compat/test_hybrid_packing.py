@@ -210,7 +210,7 @@ def test_models_whose_other_layers_leak_refuse_packed_rows(kind):
     from longspan.compat.transformers.families import LEAKING
 
     file(kind)
-    entry = packing.pass_borders(lambda self, input_ids=None, position_ids=None, **kwargs: "ran", LEAKING[kind])
+    entry = packing.pass_rows(lambda self, input_ids=None, position_ids=None, **kwargs: "ran", LEAKING[kind])
     given = batch()
     with pytest.raises(ValueError, match="packed rows: .*indexer"):
         entry(None, **given)

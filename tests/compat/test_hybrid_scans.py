@@ -195,3 +195,44 @@ def test_modes_of_xlstm_return_what_they_should(mode):
     for one, other in zip(ours[1], theirs[1], strict=True):
         assert one.shape == other.shape
         assert far(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_xlstm_continues_states_of_another_dtype(dtype):
+    """A cache in half precision: the numbers are those of the same states in float32, and the exponent survives it."""
+    served("xlstm")
+    made = model("xlstm", return_last_states=True)
+    on_cpu.accelerate(made)
+    backend = made.backbone.blocks[0].mlstm_layer.mlstm_backend
+    torch.manual_seed(0)
+    q, v, gate = torch.randn(2, 2, 9, 4), torch.randn(2, 2, 9, 6), torch.randn(2, 2, 9)
+    states = [torch.randn(2, 2, *size).to(dtype) for size in ((4, 6), (4,), (1,))]
+    found, (c, n, m) = backend(q, q, v, gate, gate, *states)
+    wanted, (exact_c, exact_n, exact_m) = backend(q, q, v, gate, gate, *(t.float() for t in states))
+    assert far(found, wanted) < 1e-5
+    assert torch.equal(m.to(dtype).to(m.dtype), m)
+    assert far(c * m.exp()[..., None], exact_c * exact_m.exp()[..., None]) < 1e-5
+    assert far(n * m.exp(), exact_n * exact_m.exp()) < 1e-5
+
+
+def test_position_0_clears_the_state_of_rglru():
+    served("recurrent_gemma")
+    made = model("recurrent_gemma")
+    on_cpu.accelerate(made)
+    layer = made.model.layers[0].temporal_block.rg_lru
+    x, state = torch.randn(2, 9, layer.num_attention_heads * layer.block_width), None
+
+    def run(x, positions, state):
+        layer.recurrent_states = state
+        return layer(x, torch.tensor(positions)[None]), layer.recurrent_states
+
+    with torch.no_grad():
+        _, state = run(x[:, :3], range(3), None)
+        first, middle = run(x[:, 3:6], range(3), None), run(x[:, 6:], range(3), None)
+        # At the first token after a state, and in the middle.
+        found, last = run(x[:, 3:], [0, 1, 2, 0, 1, 2], state)
+    assert far(found[:, :3], first[0]) < 1e-6
+    assert far(found[:, 3:], middle[0]) < 1e-6
+    assert far(last, middle[1]) < 1e-6
+    with torch.no_grad():
+        assert far(run(x[:, 3:6], [3, 4, 5], state)[0], first[0]) > 1e-3

@@ -158,3 +158,58 @@ def test_an_encoder_has_no_step(tmp_path, capsys):
     longspan.save(encoder, tmp_path / "encoder")
     assert entry.main(["export", str(tmp_path / "encoder"), str(tmp_path / "m.onnx")]) == 2
     assert "holds a Encoder; only a decoder" in capsys.readouterr().err
+
+
+class Block(torch.nn.Module):
+    """A module of a user, with a mechanism inside."""
+
+    def __init__(self, spec):
+        super().__init__()
+        self.norm, self.attention = torch.nn.LayerNorm(16), longspan.build(spec, dim=16, heads=2)
+
+    def forward(self, x, mask=None):
+        return x + self.attention(self.norm(x), mask=mask)[0]
+
+
+def exported(spec, *given, free=False):
+    """A session of a block that ``torch.onnx.export`` itself writes, and the block."""
+    torch.manual_seed(0)
+    block = Block(spec).eval()
+    n = torch.export.Dim("N", min=2)
+    shapes = tuple({1: n} for _ in given) if free else None
+    with ours._quiet():
+        program = torch.onnx.export(block, given, dynamo=True, dynamic_shapes=shapes, verbose=False)
+    content = program.model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    names = [one.name for one in session.get_inputs()]
+    return lambda *x: torch.as_tensor(
+        session.run(None, dict(zip(names, (t.numpy() for t in x), strict=True)))[0]
+    ), block
+
+
+@pytest.mark.full
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["gated_deltanet", "gla", "linear", "kda"])
+def test_torch_exports_a_module_around_a_mechanism(spec):
+    session, block = exported(spec, torch.randn(1, 9, 16), free=True)
+    for n in (9, 40):
+        x = torch.randn(1, n, 16)
+        assert close(session(x), block(x))
+
+
+@pytest.mark.full
+@torch.no_grad()
+@pytest.mark.parametrize("spec", ["mamba", "rwkv7", "mlstm", "mamba3", "retention"])
+def test_torch_exports_other_recurrences_with_a_fixed_length(spec):
+    x = torch.randn(2, 9, 16)
+    session, block = exported(spec, x)
+    assert close(session(x), block(x))
+
+
+@pytest.mark.full
+@torch.no_grad()
+def test_torch_exports_a_mask():
+    mask = torch.arange(9)[None] < torch.tensor([[9], [5]])
+    session, block = exported("deltanet", torch.randn(2, 9, 16), mask)
+    x = torch.randn(2, 9, 16)
+    assert close(session(x, mask)[mask], block(x, mask)[mask])

@@ -306,6 +306,40 @@ def test_text_refuses_what_it_cannot_read(tmp_path):
         load(f"text:{tmp_path / 'more'}")
 
 
+@pytest.mark.parametrize(("size", "length", "windows"), [(1, 7, 1), (6, 7, 1), (7, 7, 1), (9, 7, 2), (139, 7, 23)])
+def test_a_short_text_is_whole_in_each_split_if_asked_for(tmp_path, size, length, windows):
+    content = bytes(range(1, size + 1))
+    (tmp_path / "a.txt").write_bytes(content)
+    found = load(f"text:{tmp_path}/a.txt", length, short=True)
+    for split in ("train", "validation", "test"):
+        assert bytes(found.splits[split].tolist()) == content
+        assert found.documents[split].tolist() == [0]
+    rows = found.take("test", torch.arange(found.count("test")))
+    assert (len(rows), rows.flatten().tolist()) == (windows, list(content[: rows.numel()]))
+    # All of it, but a rest that no window has.
+    assert rows.shape[1] <= length
+    assert size - rows.numel() < windows
+
+
+def test_a_text_that_is_long_enough_is_split_in_any_case(tmp_path):
+    (tmp_path / "a.txt").write_bytes(bytes(140))
+    one, other = (load(f"text:{tmp_path}/a.txt", 7, short=short) for short in (False, True))
+    assert {s: len(t) for s, t in one.splits.items()} == {s: len(t) for s, t in other.splits.items()}
+    (tmp_path / "a.txt").write_bytes(b"")
+    with pytest.raises(ValueError, match="has 0 bytes"):
+        load(f"text:{tmp_path}/a.txt", 7, short=True)
+
+
+@pytest.mark.parametrize("kind", ["pairs", "labels"])
+def test_few_pairs_and_labeled_texts_are_whole_in_each_split_if_asked_for(tmp_path, kind):
+    rows = {"pairs": "ab\tcd\n" * 3, "labels": "text\tlabel\n" + "ab\t1\n" * 3}
+    (tmp_path / "a.tsv").write_text(rows[kind])
+    with pytest.raises(ValueError, match="none of which is in"):
+        load(f"{kind}:{tmp_path}/a.tsv")
+    found = load(f"{kind}:{tmp_path}/a.tsv", short=True)
+    assert [found.count(split) for split in found.splits] == [3, 3, 3]
+
+
 @pytest.mark.parametrize(
     ("name", "length", "message"),
     [

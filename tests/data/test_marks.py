@@ -2,6 +2,7 @@
 
 import codecs
 import gzip
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,7 +11,7 @@ import torch
 
 from data_files import noise
 from longspan.cli import targets, train
-from longspan.data import pairs, proteins, text
+from longspan.data import documents, labeled, pairs, proteins, text
 from longspan.data.arena import listops, reviews
 from longspan.speech import an4
 
@@ -43,6 +44,24 @@ READERS = {
 }
 
 
+# What a mark does not concern, or whose readers have a test of their own.
+BEYOND = {
+    "labels.jsonl": (
+        lambda path: labeled.load(str(path), 0),
+        "".join(f'{{"text": "{word} fine", "label": {i % 2}}}\n' for i, word in enumerate(WORDS)),
+    ),
+    "labels.csv": (
+        lambda path: labeled.load(str(path), 0),
+        "text,label\n" + "".join(f"{word},{i % 2}\n" for i, word in enumerate(WORDS)),
+    ),
+    "documents.txt": (lambda path: list(documents.pieces(documents.sources([str(path)])[0])), "a fine text\n" * 9),
+    "documents.jsonl": (
+        lambda path: list(documents.pieces(documents.sources([str(path)])[0])),
+        '{"text": "a fine text"}\n' * 9,
+    ),
+}
+
+
 @pytest.mark.parametrize("name", READERS)
 def test_a_mark_changes_nothing(tmp_path, name):
     read, content = READERS[name]
@@ -53,6 +72,26 @@ def test_a_mark_changes_nothing(tmp_path, name):
         path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
         found.append(read(path))
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("coding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32-le"])
+@pytest.mark.parametrize("name", [*READERS, "labels.jsonl", "labels.csv", "documents.txt", "documents.jsonl"])
+def test_other_encodings_are_refused_by_name(tmp_path, name, coding):
+    read, content = (READERS | BEYOND)[name]
+    path = tmp_path / name
+    data = content.encode(coding)
+    path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    with pytest.raises(ValueError, match=re.escape(name)):
+        read(path)
+
+
+@pytest.mark.parametrize("name", ["labels.jsonl", "documents.jsonl"])
+def test_half_of_a_surrogate_pair_is_refused_with_its_line(tmp_path, name):
+    read, content = BEYOND[name]
+    lines = content.splitlines()
+    (tmp_path / name).write_text("\n".join([*lines[:2], lines[2].replace("fine", "\\ud800"), *lines[3:]]) + "\n")
+    with pytest.raises(ValueError, match=rf"{name}.*line 3|line 3 of .*{name}"):
+        read(tmp_path / name)
 
 
 def test_a_mark_inside_a_file_is_text(tmp_path):

@@ -1,7 +1,9 @@
 """Tokens on disk: what is written, a killed run, damaged files, and windows that need no memory."""
 
 import gzip
+import hashlib
 import json
+import re
 import resource
 
 import numpy as np
@@ -115,6 +117,40 @@ def test_a_killed_run_continues_with_the_same_bytes(texts, tmp_path, monkeypatch
     assert content(tmp_path / "part") == content(tmp_path / "whole")
 
 
+NAMED = "GPT-2 ends documents by <|endoftext|> and goes on."
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_the_name_of_a_special_token_in_a_document_is_text_unless_asked_for(texts, tmp_path, special):
+    (tmp_path / "a.txt").write_text(NAMED, encoding="utf-8")
+    inputs = documents.sources([str(tmp_path / "a.txt")])
+    written(tmp_path / "tokens", (inputs, texts[1]), special=special)
+    tokens = np.fromfile(tmp_path / "tokens" / "shard-00000.tokens", "<u2").tolist()
+    made = tokenization.parsed(texts[1])
+    assert made.decode(tokens, skip_special_tokens=False) == NAMED + tokenization.END
+    assert tokens.count(made.token_to_id(tokenization.END)) == 1 + special
+    with pytest.raises(ValueError, match="different: special"):
+        written(tmp_path / "tokens", (inputs, texts[1]), special=not special)
+
+
+# Parts of tokenizers at which the library panics: a regular expression that backtracks without end, and others.
+PANICS = {
+    "backtracks": {
+        "pre_tokenizer": {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
+    },
+    "replaces nothing": {"normalizer": {"type": "Replace", "pattern": {"String": ""}, "content": " "}},
+}
+
+
+@pytest.mark.parametrize("name", PANICS)
+def test_what_a_tokenizer_cannot_encode_is_named(texts, tmp_path, name):
+    content = json.loads(texts[1]) | PANICS[name]
+    (tmp_path / "a.txt").write_text("a" * 40 + "b", encoding="utf-8")
+    inputs = documents.sources([str(tmp_path / "a.txt")])
+    with pytest.raises(ValueError, match=r"a\.txt cannot be encoded: the tokenizer failed"):
+        written(tmp_path / "tokens", (inputs, json.dumps(content)))
+
+
 def test_another_tokenizer_or_option_is_refused(texts, tmp_path):
     written(tmp_path, texts)
     assert written(tmp_path, texts)["complete"]
@@ -141,6 +177,15 @@ def test_damage_is_found(texts, tmp_path):
     with pytest.raises(ValueError, match="shard-00001"):
         load(f"tokens:{tmp_path}", 8)
     path.write_bytes(good)
+    # Of the same size, with another number of a token.
+    path = tmp_path / "tokenizer.json"
+    good = path.read_text(encoding="utf-8")
+    number = re.search(r'"a": ?(\d+)', good)
+    path.write_text(good[: number.start(1)] + str(int(number[1]) ^ 1) + good[number.end(1) :], encoding="utf-8")
+    assert (path.stat().st_size, path.read_text(encoding="utf-8") != good) == (len(good.encode()), True)
+    with pytest.raises(ValueError, match=r"tokenizer\.json was changed or damaged"):
+        load(f"tokens:{tmp_path}", 8)
+    path.write_text(good, encoding="utf-8")
     index = tmp_path / "index.json"
     index.write_text(index.read_text().replace('"vocab": 300', '"vocab": 301'))
     with pytest.raises(ValueError, match=r"index\.json was changed or damaged"):
@@ -159,6 +204,7 @@ def test_ten_gigabytes_start_at_once(tmp_path):
     entries = [{"name": f"shard-{i:05d}.tokens", "bytes": 2 * tokens, "tokens": tokens} for i in range(shards)]
     sizes = [{"name": name, "bytes": (tmp_path / name).stat().st_size} for name in ("documents.bin", "tokenizer.json")]
     index = {"format": 1, "complete": True, "vocab": 2**16, "dtype": "uint16", "tokens": tokens * shards}
+    index |= {"tokenizer": hashlib.sha256(b"{}").hexdigest()}
     index |= {"shards": entries, "files": entries + sizes}
     (tmp_path / "index.json").write_text(json.dumps(index | {"sha256": sealed_dir.digest(index)}))
     # A place in the last shard, so that windows have something to show.
@@ -228,8 +274,9 @@ def test_missing_packages_are_named(tmp_path, monkeypatch, name, package):
         (b'{"text": "a"}\n{"body": "b"}\n', r"line 2 has no field 'text': its fields are body; pass --field"),
         (b'{"text": "a"}\n\n[1]\n', r"line 3 has no field 'text': it is no object"),
         (b'{"text": "a"}\n{"text"\n', "line 2 is not JSON"),
-        (b'{"text": 3}\n', "row 1: the field 'text' is not a text, but int"),
         (b'{"text": "\xff"}\n', "is not UTF-8"),
+        (b'{"text": "a"}\n\n{"text": "\\udc80"}\n', "line 3: the field 'text' has half of a surrogate pair"),
+        (b'{"text": 3}\n', "line 1: the field 'text' is not a text, but int"),
     ],
 )
 def test_wrong_lines_are_named(tmp_path, content, message):

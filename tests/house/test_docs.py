@@ -83,6 +83,25 @@ def test_formulas_are_set_by_the_browser_alone(site):
     assert re.search(r'<mi>cos</mi>\s*<mo lspace="0" rspace="0.1667em">&ApplyFunction;</mo>\s*<m(i|sub)>', html)
 
 
+def test_each_page_shows_the_version_of_a_chart_for_its_color_and_width(site):
+    html = (site / "index.html").read_text(encoding="utf-8")
+    shown = {Path(src).stem: set(names.split()) for src, names in _images(html)}
+    colors, widths = {"": "only-light", "-dark": "only-dark"}, {"": "only-wide", "-narrow": "only-narrow"}
+    for width, width_class in widths.items():
+        for color, color_class in colors.items():
+            assert shown[f"time-and-state{width}{color}"] >= {color_class, width_class}
+    # A picture without versions is shown everywhere.
+    html = (site / "how-to" / "generate-and-beam-search.html").read_text(encoding="utf-8")
+    assert all("only-" not in names for _, names in _images(html))
+
+
+def _images(html):
+    """(source, classes) of each picture in the text of a page."""
+    for tag in re.findall(r"<img [^>]*>", html):
+        source, names = re.search(r'src="([^"]*)"', tag), re.search(r'class="([^"]*)"', tag)
+        yield source[1], names[1] if names else ""
+
+
 def test_every_file_is_on_the_page_of_files(site):
     page = (site / "reference" / "files.html").read_text(encoding="utf-8")
     source = ROOT / "src" / "longspan"
@@ -260,6 +279,8 @@ def test_every_package_is_in_the_picture():
     packages = {path.parent.name for path in (ROOT / "src" / "longspan").glob("*/__init__.py")}
     assert {name for layer in tool["LAYERS"] for name, _ in layer} == packages
     assert tool["PICTURE"].read_text(encoding="utf-8") == tool["draw"](), "run: python tools/architecture.py"
+    page = tool["PAGE"].read_text(encoding="utf-8")
+    assert tool["written"](page) == page, "run: python tools/architecture.py"
 
 
 def test_the_performance_pages_are_what_their_script_writes():

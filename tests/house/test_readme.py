@@ -151,7 +151,9 @@ def test_every_public_name_has_an_example(name):
     "page", [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))], ids=lambda page: page.name
 )
 def test_what_a_page_links_to_is_there(page):
-    for link in re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+    text = page.read_text(encoding="utf-8")
+    links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)", text)
+    for link in (*links, *re.findall(r'(?:src|srcset)="([^":]+)"', text)):
         made = "mechanisms" in link or link.endswith(("files.md", "cli.md", "configs.md"))  # by docs/conf.py
         assert made or (page.parent / link).exists(), link
 
@@ -169,7 +171,13 @@ def test_pictures_are_drawn_by_commands(tmp_path, monkeypatch):
     monkeypatch.setattr(script, "IMAGES", tmp_path)
     monkeypatch.setattr(script, "DRAWN", {"one.png": "generate mnist --count 1"})
     script.main(["--draw"])
-    for name in ("one.png", "time-and-state.png", "hybrids.png"):
+    charts = [
+        f"{name}{width}{dark}.png"
+        for name in ("time-and-state", "hybrids")
+        for width in ("", "-narrow")
+        for dark in ("", "-dark")
+    ]
+    for name in ("one.png", *charts):
         assert (tmp_path / name).stat().st_size > 0
 
 

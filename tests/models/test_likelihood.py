@@ -181,7 +181,7 @@ def test_a_uniform_of_exactly_zero_is_level_zero(monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
-@pytest.mark.parametrize("temperature", [0, 1e-300, 1e-40])
+@pytest.mark.parametrize("temperature", [0, 1e-300, 1e-40, 1e-310, 5e-324])
 def test_temperature_towards_zero_is_the_mode(kind, temperature):
     outputs = randn(3, 5, kind.size)
     mode = every_log_prob(kind, outputs).argmax(-1)
@@ -189,9 +189,22 @@ def test_temperature_towards_zero_is_the_mode(kind, temperature):
     assert torch.equal(kind.sample(outputs.float(), temperature=temperature, top_p=0.9, top_k=4), mode)
 
 
-def test_the_nucleus_keeps_at_least_one_level():
-    outputs = randn(13, 17)
-    assert torch.equal(Categorical(17).sample(outputs, top_p=1e-9), outputs.argmax(-1))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("top_p", [1e-9, 1e-46, 1e-310, 5e-324])
+def test_the_nucleus_keeps_at_least_one_level(top_p, dtype):
+    outputs = randn(13, 17).to(dtype)
+    assert torch.equal(Categorical(17).sample(outputs, top_p=top_p), outputs.argmax(-1))
+    assert torch.equal(Categorical(17).sample(outputs, top_p=top_p, temperature=1e-310), outputs.argmax(-1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [10**30, 3.4e38, 1e300, 10**400])
+def test_temperature_towards_infinity_is_uniform(temperature, dtype):
+    outputs = torch.cat([torch.tensor([5.0, -torch.inf]), torch.zeros(9)]).to(dtype).expand(20011, -1)
+    generator = torch.Generator().manual_seed(2)
+    for options in ({}, {"top_p": 1 - 1e-16}, {"top_k": 2**63 - 1}):
+        tokens = Categorical(11).sample(outputs, temperature=temperature, generator=generator, **options)
+        chi_square_fits(tokens, torch.tensor([0.1, 0.0] + [0.1] * 9, dtype=torch.float64))
 
 
 def test_top_p_of_one_keeps_what_rounding_hides():
@@ -201,10 +214,12 @@ def test_top_p_of_one_keeps_what_rounding_hides():
 
 
 def test_the_lower_of_equal_levels_goes_first():
-    outputs = torch.zeros(999, 7)
-    assert Categorical(7).sample(outputs, top_k=2).unique().tolist() == [0, 1]
-    assert Categorical(7).sample(outputs, top_p=0.3).unique().tolist() == [0, 1, 2]
-    assert Categorical(7).sample(outputs, temperature=0).unique().tolist() == [0]
+    # So many that a sort that is not stable changes their order.
+    for kind, top_p in ((Categorical(7), 0.3), (Categorical(700), 0.0029)):
+        outputs = torch.zeros(999, kind.levels)
+        assert kind.sample(outputs, top_k=2).unique().tolist() == [0, 1]
+        assert kind.sample(outputs, top_p=top_p).unique().tolist() == [0, 1, 2]
+        assert kind.sample(outputs, temperature=0).unique().tolist() == [0]
 
 
 def test_an_impossible_level_is_never_drawn():

@@ -201,9 +201,9 @@ def _gradients(call, shapes):
     ("unit", "call", "shapes"),
     [
         ("linear", longspan.linear_attention, [(2, 3, 40, 8)] * 3),
-        ("gated", lambda q, k, b: longspan.delta_rule(q, k, q, beta=b.sigmoid()[..., 0]), [(2, 3, 40, 8)] * 3),
+        ("gated", lambda q, k, b: longspan.delta_rule(q, k / 9, q, beta=b.sigmoid()[..., 0]), [(2, 3, 40, 8)] * 3),
         ("general", lambda q, r, e: longspan.general_delta_rule(q, q, q, read=r / 9, erase=e / 9), [(2, 3, 40, 8)] * 3),
-        ("convolution", longspan.causal_convolution, [(2, 40, 8), (8, 4)]),
+        ("convolution", lambda x, w: longspan.causal_convolution(x, w)[0], [(2, 40, 8), (8, 4)]),
         ("pattern", lambda q, k, v: longspan.sparse_attention(q, k, v, "causal"), [(2, 3, 40, 8)] * 3),
     ],
 )

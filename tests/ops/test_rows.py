@@ -68,3 +68,13 @@ def test_the_first_sequence_goes_on_with_the_state_and_the_last_leaves_it():
     assert y[0, :, 0].tolist() == [100, 101, 103, 0, 0, 5, 11, 18, 26, 9, 19]
     assert y[1, 1:3, 0].tolist() == [1012, 1025]
     assert after.tolist() == [[19], [1000 + sum(range(12, 22))]]
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_padding_alone_has_gradients_of_zeros(exact):
+    """Without them, a process whose tokens are all padding would leave out the exchanges of a backward pass."""
+    x = X.clone().requires_grad_()
+    y = rows.cut(lambda number, tokens: tokens, (x,), x, torch.zeros_like(MASK), None, exact=exact)
+    y.sum().backward()
+    assert y.eq(0).all()
+    assert x.grad.eq(0).all()

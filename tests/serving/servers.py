@@ -51,18 +51,19 @@ class Running:
     Args:
         model: A small decoder by default.
         codec: True for text as bytes, False for none, or a codec.
+        name: The model's name in requests.
         pool: Options of the pool.
         folder: Where sessions are kept, None for memory.
         limit: Bytes of all sessions.
         options: Options of the server.
     """
 
-    def __init__(self, model=None, *, codec=True, pool=None, folder=None, limit=1 << 30, **options):
+    def __init__(self, model=None, *, codec=True, name="tiny", pool=None, folder=None, limit=1 << 30, **options):
         self.model = decoder() if model is None else model
         self.pool = spoiled(Pool(self.model, **({"slots": 8, "queue": 8} | (pool or {}))))
         self.store = Sessions(self.pool, folder, limit=limit)
         self.codec = {True: Bytes(), False: None}[codec] if isinstance(codec, bool) else codec
-        self.server = Server(self.pool, name="tiny", codec=self.codec, sessions=self.store, **options)
+        self.server = Server(self.pool, name=name, codec=self.codec, sessions=self.store, **options)
         http = protocol(self.server.limits)
         config = uvicorn.Config(self.server.app, port=0, http=http, ws="none", log_level="error", lifespan="off")
         self.http = uvicorn.Server(config)

@@ -25,11 +25,13 @@ from torch.utils import _pytree as pytree
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("starlette")
 
-from pools import Failing, decoder  # noqa: E402
+from pools import Failing, Wrapped, decoder  # noqa: E402
 from servers import Running, Scripted, gated, scripted, text_of, until  # noqa: E402
 
-from longspan.serving import Pool, pool, server  # noqa: E402
-from longspan.serving.requests import MOST_PROMPTS, MOST_STOP_CHARACTERS, completion  # noqa: E402
+from longspan import states  # noqa: E402
+from longspan.serving import Pool, Sampling, pool, server  # noqa: E402
+from longspan.serving.guard import Access  # noqa: E402
+from longspan.serving.requests import FIELDS, MOST_PROMPTS, MOST_STOP_CHARACTERS, completion  # noqa: E402
 from longspan.serving.server import Limits  # noqa: E402
 from longspan.serving.text import Bytes  # noqa: E402
 
@@ -336,16 +338,25 @@ def _whole(answer):
     return bool(lengths) and len(body) == int(lengths[0].split(b":")[1])
 
 
+class Choosy(Wrapped):
+    """A model that rejects the token 1."""
+
+    def __call__(self, tokens, *args, **options):
+        if (tokens == 1).any():
+            raise RuntimeError("a bad token")
+        return super().__call__(tokens, *args, **options)
+
+
 def test_prompts_that_the_model_rejects_do_not_fail_those_read_with_them():
     crowd = Pool(decoder(), slots=4)
-    other = decoder(attention="linear")
-    (bad,) = crowd.submit([1], max_new_tokens=3, state=other.init_state(1))
-    (good,) = crowd.submit([2], max_new_tokens=3)
+    crowd.model = Choosy(crowd.model)
+    (bad,) = crowd.submit([1], max_new_tokens=3)
+    (good,) = crowd.submit([2], max_new_tokens=3, sampling=Sampling(temperature=0))
     crowd.run()
     assert (bad.finished, good.finished) == ("error", "length")
-    assert bad.error
+    assert "a bad token" in bad.error
     with pytest.raises(RuntimeError, match="ended after 0 tokens"):
-        list(crowd.stream([1], max_new_tokens=3, state=other.init_state(1)))
+        list(crowd.stream([1], max_new_tokens=3))
 
 
 def test_waiting_prompts_outlive_a_failed_step():
@@ -605,9 +616,36 @@ def test_a_turn_that_was_cancelled_for_its_backlog_leaves_its_session():
         )
 
 
+@pytest.mark.parametrize("held", [0, 1, 2])
+def test_a_turn_that_cannot_be_saved_sends_its_text_and_one_error(monkeypatch, tmp_path, held):
+    """Also the text that was held back, since a stop string might begin in it, and pieces that are sent together."""
+    with gated(folder=tmp_path) as (running, gate):
+        gate.open = True
+        session = running.client.post("/sessions", json={"prompt": "full"}).json()["id"]
+        text = text_of(running.alone("full", 31))  # the first step draws two
+        stop = text[len(text) - held :] + "never" if held else "never"
+
+        def refuse(*_):
+            raise ValueError("the disk is full")
+
+        gate.open = False
+        monkeypatch.setattr(states, "save", refuse)
+        found = drawn_at_once(running, gate, max_tokens=31, session=session, prompt="", stop=stop)
+        *pieces, last = found
+        assert last["error"]["code"] == "session_unwritable"
+        assert "".join(piece["choices"][0]["text"] for piece in pieces) == text
+        assert {piece["choices"][0]["finish_reason"] for piece in pieces} == {None}
+        assert running.client.get(f"/sessions/{session}").json()["text"] == "full"
+
+
 def cut_for_backlog(running, gate, **body):
     """The pieces of a stream for which the model draws 30 tokens while the event loop stands still."""
-    client = ask(running, max_tokens=100, temperature=0, stream=True, **body)
+    return [event["choices"][0] for event in drawn_at_once(running, gate, max_tokens=100, **body)]
+
+
+def drawn_at_once(running, gate, **body):
+    """The events of a stream for which the model draws 30 tokens while the event loop stands still."""
+    client = ask(running, temperature=0, stream=True, **body)
     until(lambda: running.pool.waiting == 1)
     entered, leave = threading.Event(), threading.Event()
 
@@ -621,7 +659,7 @@ def cut_for_backlog(running, gate, **body):
     leave.set()
     held.result(30)
     gate.release()
-    return [json.loads(line[6:])["choices"][0] for line in body_of(client).splitlines() if line.startswith("data: {")]
+    return [json.loads(line[6:]) for line in body_of(client).splitlines() if line.startswith("data: {")]
 
 
 def _loop_of(running):
@@ -659,6 +697,11 @@ def _loop_of(running):
         (b"\xef\xbb\xbf{}", 400, "not valid JSON"),
         (b'{"prompt": [' + b'"",' * 9000 + b'""]}', 400, "9001 prompts"),
         (b'{"prompt": [' + b'"",' * 16 + b'""]}', 400, "17 streams do not fit into 8 slots and a queue of 8"),
+        (b'{"max_tokens": 0}', 400, "max_tokens=0"),
+        (b'{"best_of": 2}', 400, "best_of=2"),
+        (b'{"n": 2, "best_of": 1}', 400, "best_of=1 is not supported beside n=2"),
+        (b'{"best_of": true}', 400, "best_of=True"),
+        (b'{"stream_options": {"include_obfuscation": true}}', 400, "include_obfuscation=True"),
         (b"", 400, "not valid JSON"),
         (b" " * 5, 400, "not valid JSON"),
     ],
@@ -673,6 +716,91 @@ def test_malicious_bodies_are_refused(strict, body, status, message):
     assert len(error["param"] or "") <= 100
 
 
+def test_many_keys_are_refused_at_once(shared):
+    """In time that does not grow with their square: there are 100,000 in 1 MiB."""
+    keys = ",".join(f'"{i:x}":0' for i in range(100_000))
+    answer = shared.send(f'{{{keys},"1869f":0}}'.encode())
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "the body has '1869f' more than once")
+    assert shared.send(f"{{{keys}}}".encode()).status_code == 400
+
+
+@pytest.mark.parametrize("stage", ["read", "echo"])
+def test_long_prompts_are_read_beside_the_event_loop(monkeypatch, stage):
+    """Their text becomes tokens, and tokens become text, while others are answered."""
+    entered, leave = threading.Event(), threading.Event()
+
+    class Slow(Bytes):
+        def encode(self, text):
+            if stage == "read" and len(text) > 5000:
+                entered.set()
+                leave.wait(60)
+            return super().encode(text)
+
+        def decoder(self):
+            if stage == "echo" and not entered.is_set() and threading.current_thread().name.startswith("longspan"):
+                entered.set()
+                leave.wait(60)
+            return super().decoder()
+
+    with Running(codec=Slow()) as running:
+        client = ask(running, prompt="x" * 6000, max_tokens=1, echo=True)
+        assert entered.wait(60)
+        assert works(running)
+        leave.set()
+        assert json.loads(body_of(client))["choices"][0]["text"].startswith("x" * 6000)
+
+
+def test_values_of_openai_that_change_nothing_are_accepted(shared):
+    plain = shared.post(prompt="a", max_tokens=5, temperature=0, seed=1).json()["choices"]
+    neutral = {"best_of": 1, "n": 1, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0, "suffix": None}
+    neutral |= {"user": "me", "stop": None, "stream": None, "stream_options": {"include_obfuscation": False}}
+    assert shared.post(prompt="a", max_tokens=5, temperature=-0.0, seed=1, **neutral).json()["choices"] == plain
+    assert shared.post(prompt="a", max_tokens=5, n=2, best_of=2).status_code == 200
+
+
+SMALLEST, EPSILON = 5e-324, 2.0**-53
+EXTREMES = {
+    "temperature": [0, -0.0, -SMALLEST, 1 - EPSILON, 100, 100 + 1e-13, 2**53, 10**400, 1e300],
+    "top_p": [0, -0.0, SMALLEST, 1e-9, 1 - EPSILON, 1, 1 + 2 * EPSILON, 2**53, 10**400],
+    "top_k": [0, -1, 1, 2**31, 2**31 + 1, 2**53, 2**63, 10**400, 1.0, -0.0],
+    "seed": [0, -(2**63), 2**63 - 1, 2**63, 2**53 + 1, -(2**63) - 1, 10**400, 1.0, -0.0],
+    "n": [0, -1, 1, 8, 2**53, 2**63, 10**400, 1.0],
+    "max_tokens": [0, -1, 1, 2**31, 2**53, 2**63, 10**400, 1.0],
+    "logprobs": [0, -1, 20, 21, 2**53, 2**63, 10**400, 1.0],
+}
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("name", EXTREMES)
+def test_numbers_at_their_extremes(shared, name):
+    """Those within the bounds of the description draw what they say, others are refused by name."""
+    schema = FIELDS[name]
+    kinds = (int,) if "integer" in schema["type"] else (int, float)
+    whole = shared.post(prompt="a", max_tokens=4, temperature=0).json()["choices"][0]["text"]
+    for value in EXTREMES[name]:
+        body = {"prompt": "a", "max_tokens": 4, "seed": 3} | {name: value}
+        answer = shared.post(**body)
+        most = Limits().tokens if name == "max_tokens" else schema["maximum"]
+        least = 1 if name == "max_tokens" else schema["minimum"]
+        if type(value) in kinds and least <= value <= most:
+            assert answer.status_code == 200, (value, answer.text)
+            assert shared.post(**body).json()["choices"] == answer.json()["choices"]
+            # The most likely token alone is left.
+            if (name, value) in (("temperature", 0), ("top_p", 1e-9), ("top_k", 1)):
+                assert answer.json()["choices"][0]["text"] == whole
+        else:
+            assert answer.status_code == 400, value
+            assert answer.json()["error"]["message"].startswith(f"{name}=")
+            assert answer.json()["error"]["param"] == name
+
+
+def test_tokens_at_their_extremes(shared):
+    for token in (-1, 256, 2**31, 2**53, 2**63, -(2**63), 10**400, 1.0, True, None):
+        answer = shared.post(prompt=[97, token])
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "prompt"
+
+
 def test_every_depth_of_a_body_is_refused(strict):
     """Where parsing just succeeds, the message about it does too."""
     for depth in range(900, 1000, 3):
@@ -681,7 +809,9 @@ def test_every_depth_of_a_body_is_refused(strict):
         assert answer.status_code == 400
 
 
-@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""]
+)
 def test_other_types_of_content_are_refused(shared, kind):
     """A page of another origin may send these without asking."""
     answer = shared.send(b'{"prompt": "a"}', kind)
@@ -723,11 +853,13 @@ def test_an_upgrade_to_websockets_is_answered_as_http(shared):
     client.close()
 
 
-def test_offsets_of_tokens_count_the_prompt_where_it_is_echoed(shared):
-    found = shared.post(prompt="ab", max_tokens=3, temperature=0, echo=True, logprobs=0).json()["choices"][0]
-    assert found["text"] == "ab" + text_of(shared.alone("ab", 3))
-    assert found["logprobs"]["text_offset"][0] == 2
-    assert len(found["logprobs"]["tokens"]) == 3
+def test_offsets_of_tokens_are_places_in_the_text(shared):
+    found = shared.post(prompt="a河b", max_tokens=3, temperature=0, echo=True, logprobs=0).json()["choices"][0]
+    assert found["text"] == "a河b" + text_of(shared.alone("a河b", 3))
+    # The character of three bytes appears with the last of them.
+    assert found["logprobs"]["text_offset"][:6] == [0, 1, 1, 1, 2, 3]
+    assert found["logprobs"]["tokens"][:2] == ["a", "bytes:\\xe6"]
+    assert len(found["logprobs"]["tokens"]) == 8
 
 
 def test_impossible_tokens_have_a_number(plain):
@@ -771,8 +903,9 @@ def test_the_description_has_the_bounds_that_are_checked(shared):
         if "minimum" in schema:
             step = 1 if "integer" in schema["type"] else 1e-10
             for bound, outside in ((schema["minimum"], -step), (schema["maximum"], max(step, 1e-6))):
-                assert accepts(**{name: bound})
-                assert not accepts(**{name: bound + outside})
+                # No token may be drawn where the prompt is returned.
+                assert accepts(**{name: bound, "echo": True})
+                assert not accepts(**{name: bound + outside, "echo": True})
             checked += 1
         if "enum" in schema:
             assert all(accepts(**{name: value}) for value in schema["enum"])
@@ -790,7 +923,7 @@ def test_the_description_names_every_route():
         def __init__(self):
             self.openapi = {"get": {"summary": "More.", "responses": {"200": {"description": "ok"}}}}
 
-    with Running(api_key="secret") as running:
+    with Running(access=Access(api_key="secret")) as running:
         key = {"authorization": "Bearer secret"}
         assert httpx.get(f"{running.url}/openapi.json").status_code == 401
         document = httpx.get(f"{running.url}/openapi.json", headers=key).json()
@@ -812,7 +945,7 @@ def test_events_have_the_form_of_the_description(text):
         name = "TextEvent" if text else "TokenEvent"
         schema = {**document, "$ref": f"#/components/schemas/{name}"}
         options = {"max_tokens": 3, "stream": True, "stream_options": {"include_usage": True}, "n": 2}
-        for more in ({}, {"logprobs": 0}, {"logprobs": 2}, {"echo": True}):
+        for more in ({}, {"logprobs": 0}, {"logprobs": 2}, {"echo": True}, {"echo": True, "logprobs": 1}):
             lines = running.post(**options, **more).text.splitlines()
             found = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
             assert len(found) > 3

@@ -13,6 +13,7 @@ from servers import Running, until
 
 from browser import Browser, chromium
 from longspan.cli import main
+from longspan.serving.guard import Access
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
@@ -134,7 +135,7 @@ def test_the_page_admits_its_own_script_and_style_only(running):
 
 
 def test_the_page_needs_no_key_and_can_be_left_out():
-    with Running(api_key="secret") as running:
+    with Running(access=Access(api_key="secret")) as running:
         assert httpx.get(running.url).status_code == 200
         assert httpx.get(f"{running.url}/metrics").status_code == 401
     with Running(playground=False) as running:
@@ -166,17 +167,17 @@ def test_the_command_knows_the_images_of_a_model(monkeypatch, options, status):
     uvicorn = pytest.importorskip("uvicorn")
     seen = []
 
-    def serve(http):
+    def serve(http, sockets):
         with_app = httpx.ASGITransport(http.config.app)
 
         async def ask():
-            async with httpx.AsyncClient(transport=with_app, base_url="http://test") as client:
+            async with httpx.AsyncClient(transport=with_app, base_url="http://localhost") as client:
                 return await client.get("/"), await client.get("/v1/models")
 
         seen.extend(asyncio.run(ask()))
 
     monkeypatch.setattr(uvicorn.Server, "run", serve)
-    main(["serve", "mnist", "--slots", "2", *options])
+    main(["serve", "mnist", "--port", "0", "--slots", "2", *options])
     page, models = seen
     assert page.status_code == status
     about = models.json()["data"][0]["longspan"]
@@ -286,7 +287,7 @@ def test_a_reload_keeps_the_texts_and_frees_the_slot(browser):
 
 @pytest.mark.full
 def test_a_key_is_asked_for(browser):
-    with Running(decoder(vocab=128), api_key="secret") as running:
+    with Running(decoder(vocab=128), access=Access(api_key="secret")) as running:
         with opened(browser, running, errors=["status of 401"]) as page:
             page.until("!keyform.hidden && wrong.textContent.includes('requires an API key')")
             page.write("#key", "other")

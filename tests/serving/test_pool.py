@@ -1,7 +1,9 @@
 """The pool: every stream gets its own answer, whoever else runs, and leaves nothing behind."""
 
 import copy
+import itertools
 
+import numpy as np
 import pools
 import pytest
 import torch
@@ -9,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 import longspan
 from longspan import states
-from longspan.serving import Full, Pool, Sampling
+from longspan.serving import Full, Pool, PrefixCache, Sampling
+from longspan.serving.prefix_cache import Beginning
 from longspan.serving.sampler import sample, uniforms
 
 VOCAB = 13
@@ -52,13 +55,117 @@ def test_greedy_streams_in_a_crowd_equal_those_alone(attention):
 def test_readings_together_copy_a_limited_number_of_states(rows, monkeypatch):
     model, given, read = decoder(), prompts(10), []
     monkeypatch.setattr("longspan.serving.pool.COPIED", rows * states.nbytes(model.init_state(1)))
-    crowd = pool(model, slots=5)
+    crowd = pool(model, slots=5, prefill=40)
     together = crowd._read_together
     monkeypatch.setattr(crowd, "_read_together", lambda jobs: (read.append(len(jobs)), together(jobs)))
     streams = [crowd.submit(prompt, max_new_tokens=9, sampling=GREEDY)[0] for prompt in given]
     crowd.run()
     assert max(read) == rows
     assert [stream.tokens for stream in streams] == [alone(model, prompt) for prompt in given]
+
+
+@pytest.mark.parametrize("prefill", [1, 7, 16])
+def test_a_step_reads_a_bounded_number_of_tokens_of_all_prompts(prefill):
+    model, calls = decoder(positions="none"), []
+    crowd = pool(model, slots=9, queue=9, prefill=prefill)
+    crowd.model = Counted(model, calls)
+    (live,) = crowd.submit([1], max_new_tokens=400)
+    while not live.tokens:
+        crowd.step()
+    given = [[(i * k + 1) % VOCAB for k in range(n)] for i, n in enumerate((60, 50, 70, 3, 15, 40, 1, 16))]
+    streams = [crowd.submit(prompt, max_new_tokens=3, sampling=GREEDY)[0] for prompt in given]
+    while not all(stream.finished for stream in streams):
+        drawn = len(live.tokens)
+        calls.clear()
+        crowd.step()
+        assert len(live.tokens) == drawn + 1
+        # The last call is the decode step.
+        assert sum(rows * width for rows, width in calls[:-1]) <= prefill
+    assert [stream.tokens for stream in streams] == [alone(model, prompt, 3) for prompt in given]
+
+
+def test_prompts_take_turns():
+    """A short prompt waits for a piece of each prompt before it, and long ones end in the order of their lengths."""
+    crowd = pool(decoder(), slots=9, queue=9, prefill=4)
+    lengths = (39, 59, 19)
+    long = [crowd.submit([1] * n, max_new_tokens=1)[0] for n in lengths]
+    crowd.step()
+    (short,) = crowd.submit([2], max_new_tokens=1)
+    ends = {}
+    for step in itertools.count(2):
+        for stream in (short, *long):
+            if stream.finished and stream not in ends:
+                ends[stream] = step
+        if crowd.idle:
+            break
+        crowd.step()
+    assert ends[short] <= 2 + len(long) + 1
+    assert ends[long[2]] < ends[long[0]] < ends[long[1]]
+    # 40 + 60 + 20 tokens with the start tokens, four at a time, and the short one's.
+    assert ends[long[1]] <= 2 + 120 // 4 + 1
+
+
+@pytest.mark.parametrize("at", [1, 3, "end"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+@pytest.mark.parametrize("together", [False, True])
+def test_a_listener_that_raises_ends_its_stream_alone(place, at, together):
+    """Whether it is at the first token, a later one or the end, and whether the streams share a prompt."""
+    model = decoder()
+    ways = [Sampling(seed=i) for i in range(3)]
+
+    def streams(listeners):
+        crowd = pool(model)
+        if together:
+            found = crowd.submit([1, 2], max_new_tokens=6, sampling=ways, listener=listeners[place])
+        else:
+            found = [
+                crowd.submit([1, 2], max_new_tokens=6, sampling=way, listener=listener)[0]
+                for way, listener in zip(ways, listeners, strict=True)
+            ]
+        crowd.run()
+        return found
+
+    heard = []
+
+    def bad(stream, token):
+        if stream.sampling.seed == place:
+            heard.append(token)
+            if token is None if at == "end" else len(stream.tokens) == at:
+                raise RuntimeError("a bug of a callback")
+
+    good = streams([None] * 3)
+    found = streams([bad if i == place else None for i in range(3)])
+    for i, (one, other) in enumerate(zip(found, good, strict=True)):
+        if i == place:
+            count = 6 if at == "end" else at
+            assert (one.finished, one.tokens) == ("error", other.tokens[:count])
+            assert "RuntimeError: a bug of a callback" in one.error
+            assert heard == [*one.tokens, None]
+        else:
+            assert (one.finished, one.tokens, one.log_probs) == ("length", other.tokens, other.log_probs)
+
+
+@pytest.mark.parametrize("end", ["fail", "cancel"])
+def test_a_listener_that_raises_does_not_keep_others_from_their_end(end):
+    crowd, heard = pool(decoder(), slots=2), []
+
+    def bad(stream, token):
+        raise RuntimeError("a bug of a callback")
+
+    streams = []
+    for i in range(4):
+        listener = bad if i % 2 == 0 else lambda stream, token: heard.append(token)
+        streams += crowd.submit([i], max_new_tokens=5, listener=listener)
+    if end == "fail":
+        crowd.fail("the end")
+    else:
+        for stream in streams:
+            crowd.cancel(stream)
+        crowd.step()
+    assert all(stream.finished for stream in streams)
+    assert [stream.finished for stream in streams[1::2]] == ["error" if end == "fail" else "cancelled"] * 2
+    assert heard == [None, None]
+    assert crowd.idle
 
 
 def test_learned_positions_are_those_of_the_stream():
@@ -109,6 +216,65 @@ def test_several_streams_of_one_prompt_read_it_once():
     assert streams[0].tokens == streams[1].tokens == alone(model, [1, 2, 3], 4)
 
 
+def test_slots_and_queue_count_streams():
+    model = decoder()
+    crowd = pool(model, slots=4, queue=3)
+    ways = [Sampling(seed=i) for i in range(3)]
+    prompt = [1, 2, 3, 4] * 3  # of several pieces
+    first = crowd.submit(prompt, max_new_tokens=9, sampling=ways)
+    assert crowd.waiting == 3
+    second = crowd.submit(prompt, max_new_tokens=9, sampling=ways)
+    assert crowd.waiting == 6
+    with pytest.raises(Full, match="6 streams wait"):
+        crowd.submit([1], max_new_tokens=1, sampling=ways[:2])
+    (third,) = crowd.submit([3], max_new_tokens=4)
+    while not crowd.idle:
+        crowd.step()
+        assert crowd.live <= crowd.slots
+    assert [stream.tokens for stream in first] == [stream.tokens for stream in second]
+    assert {stream.finished for stream in (*first, *second, third)} == {"length"}
+
+
+@pytest.mark.parametrize("attention", ["gated_deltanet", "softmax"])
+def test_streams_of_one_prompt_keep_their_own_states(attention):
+    """At their first token, where all have read the same, and later."""
+    model = decoder(attention)
+    for n in (1, 3):
+        crowd = pool(model)
+        streams = crowd.submit([1, 2], max_new_tokens=n, sampling=[GREEDY] * 3, keep_state=True)
+        crowd.run()
+        leaves = [pytree.tree_leaves(stream.state) for stream in streams]
+        for t in leaves[0]:
+            t.zero_()
+        for a, b in zip(leaves[1], leaves[2], strict=True):
+            assert torch.equal(a, b)
+            assert a.any() or not a.numel()
+        more = alone(model, [1, 2, *streams[1].tokens], 4)
+        (after,) = crowd.submit(streams[1].tokens[-1:], max_new_tokens=4, sampling=GREEDY, state=streams[1].state)
+        crowd.run()
+        assert after.tokens == more
+
+
+def test_the_most_likely_tokens_are_those_of_the_stream():
+    model, given = decoder(), [[1, 2, 3], [4], [], [5, 6]]
+    crowd = pool(model)
+    streams = [
+        crowd.submit(prompt, max_new_tokens=4, sampling=GREEDY, top=top)[0]
+        for prompt, top in zip(given, (3, 0, VOCAB, 1), strict=True)
+    ]
+    crowd.run()
+    for prompt, stream in zip(given, streams, strict=True):
+        text = [*prompt, *stream.tokens]
+        outputs, _ = model(torch.tensor([[model.start, *text[:-1]]]), model.init_state(1))
+        expected = model.likelihood.log_probs(outputs[0, len(prompt) :])
+        assert stream.log_probs == pytest.approx(expected.amax(-1).tolist())
+        assert len(stream.top_log_probs) == (4 if stream.top else 0)
+        for row, found in zip(expected, stream.top_log_probs, strict=False):
+            best = row.topk(stream.top)
+            assert list(found) == best.indices.tolist()
+            assert list(found.values()) == pytest.approx(best.values.tolist())
+
+
 class Counted(pools.Wrapped):
     """A model that records the shapes of its calls."""
 
@@ -152,6 +318,79 @@ def test_the_cache_forgets_the_least_recently_used():
     assert crowd.prefixes.hits == 2
     assert len(crowd.prefixes) == 2
     assert crowd.prefixes.nbytes <= crowd.prefixes.limit
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize("streams", [1, 2])
+def test_a_given_state_stays_as_it_is(attention, streams):
+    """Whether its prompt is read alone, so in place, or with another one; and it may be changed after the call."""
+    model = decoder(attention)
+    crowd = pool(model)
+    (first,) = crowd.submit([1, 2, 3], max_new_tokens=5, sampling=GREEDY, keep_state=True)
+    crowd.run()
+    given, before = first.state, copy.deepcopy(first.state)
+    more = [first.tokens[-1], 7, 8, 9, 10, 11, 12]
+    found = [crowd.submit(more, max_new_tokens=4, sampling=GREEDY, state=given)[0] for _ in range(streams)]
+    crowd.step()
+    for a, b in zip(pytree.tree_leaves(given), pytree.tree_leaves(before), strict=True):
+        assert torch.equal(a, b)
+        a.zero_()
+    crowd.run()
+    expected = alone(model, [1, 2, 3, *first.tokens, *more[1:]], 4)
+    assert [stream.tokens for stream in found] == [expected] * streams
+
+
+class TestPrefixCache:
+    def states(self):
+        model = decoder()
+        _, state = model(torch.tensor([[1, 2, 3]]), model.init_state(1))
+        return states.detach(state), torch.ones(1, VOCAB)
+
+    def test_what_it_keeps_and_returns_are_copies(self):
+        cache, (state, outputs) = PrefixCache(1 << 20), self.states()
+        kept = [t.clone() for t in (*pytree.tree_leaves(state), outputs)]
+        cache.keep([1, 2], state, outputs)
+        given = state, outputs
+        for _ in range(3):
+            # Whoever gave it, or got it, goes on in place.
+            for t in pytree.tree_leaves(given):
+                t.zero_()
+            read, *given = cache.find([1, 2, 3])
+            assert read == 2
+            assert all(torch.equal(a, b) for a, b in zip(kept, pytree.tree_leaves(given), strict=True))
+
+    def test_the_longest_beginning_is_found(self):
+        cache, (state, outputs) = PrefixCache(1 << 20), self.states()
+        beginning = Beginning()
+        for i, piece in enumerate(([1, 2], [3], [4, 5, 6])):
+            beginning.extend(piece)
+            cache.keep(beginning, state, outputs + i)
+        cache.keep([1, 9], state, outputs + 9)
+        for tokens, read, value in (
+            ([1, 2, 3, 4, 5, 6, 7], 6, 3.0),
+            ([1, 2, 3, 4, 5, 6], 6, 3.0),
+            ([1, 2, 3, 4, 5], 3, 2.0),
+            ([1, 2, 4], 2, 1.0),
+            ([1, 9, 3], 2, 10.0),
+        ):
+            found = cache.find(tokens)
+            assert (found[0], found[2][0, 0]) == (read, value)
+        assert cache.hits == 5
+        for tokens in ([], [1], [2, 1], [9, 2, 3]):
+            assert cache.find(tokens) is None
+        assert cache.misses == 4
+        cache.clear()
+        assert (len(cache), cache.nbytes, cache.find([1, 2])) == (0, 0, None)
+
+    def test_a_state_beyond_the_limit_is_not_kept(self):
+        state, outputs = self.states()
+        size = states.nbytes(state) + outputs.nbytes
+        for limit in (0, size - 1, size, 2 * size):
+            cache = PrefixCache(limit)
+            for tokens in ([1], [1, 2], [1], [1, 2, 3]):
+                cache.keep(tokens, state, outputs)
+                assert cache.nbytes == size * len(cache) <= limit
+            assert len(cache) == limit // size
 
 
 @pytest.mark.parametrize("attention", ["gated_deltanet", "softmax"])
@@ -273,6 +512,52 @@ def test_outputs_that_are_not_numbers_end_the_stream():
         ({"max_new_tokens": 0}, "max_new_tokens=0"),
         ({"sampling": [GREEDY] * 5}, "5 streams"),
         ({"stop": [-1]}, "token -1"),
+        ({"top": 14}, "top=14"),
+        ({"top": -1}, "top=-1"),
+        # Of another type.
+        ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be a whole number"),
+        ({"max_new_tokens": 2.0}, "max_new_tokens=2.0"),
+        ({"max_new_tokens": True}, "max_new_tokens=True"),
+        ({"max_new_tokens": None}, "max_new_tokens=None"),
+        ({"max_new_tokens": "3"}, "max_new_tokens='3'"),
+        ({"max_new_tokens": float("inf")}, "max_new_tokens=inf"),
+        ({"max_new_tokens": torch.tensor(2.5)}, "max_new_tokens=tensor"),
+        ({"prompt": [1.7]}, "token of prompt=1.7 must be a whole number"),
+        ({"prompt": [1, True]}, "token of prompt=True"),
+        ({"prompt": [torch.tensor(True)]}, "token of prompt=tensor"),
+        ({"prompt": [np.float32(1)]}, "token of prompt="),
+        ({"prompt": ["1"]}, "token of prompt='1'"),
+        ({"prompt": [[1, 2]]}, r"token of prompt=\[1, 2\]"),
+        ({"prompt": np.ones((2, 2), int)}, "token of prompt="),
+        ({"prompt": "text"}, "prompt must be a list of tokens, not 'text'"),
+        ({"prompt": 5}, "prompt must be a list of tokens, not 5"),
+        ({"prompt": None}, "prompt must be a list of tokens, not None"),
+        ({"prompt": torch.tensor([1.5])}, "prompt must be whole numbers, not torch.float32"),
+        ({"prompt": torch.tensor([True])}, "prompt must be whole numbers, not torch.bool"),
+        ({"prompt": torch.tensor([[1, 2], [3, 4]])}, r"prompt must be \(N,\) or \(1, N\), not \(2, 2\)"),
+        ({"prompt": torch.tensor(1)}, r"prompt must be \(N,\) or"),
+        ({"prompt": torch.tensor([13])}, "token 13"),
+        ({"prompt": [2**70]}, "token 1180591620717411303424"),
+        ({"stop": 1}, "stop must be a list of tokens, not 1"),
+        ({"stop": [0.5]}, "token of stop=0.5"),
+        ({"stop": None}, "stop must be a list"),
+        ({"top": 1.0}, "top=1.0"),
+        ({"keep_state": 1}, "keep_state=1 must be True or False"),
+        ({"listener": 3}, "listener=3 must be a function"),
+        ({"sampling": 0.5}, "sampling=0.5 must be a Sampling"),
+        ({"sampling": [GREEDY, None]}, "sampling=.* must be a Sampling"),
+        ({"sampling": []}, "0 streams"),
+        ({"state": ()}, "state does not fit this model: it is not a DecoderState"),
+        ({"state": 5}, "state does not fit this model: it is not a DecoderState"),
+        ({"state": decoder("linear").init_state(1)}, "state does not fit this model: it is not a DecoderState"),
+        ({"state": decoder(dim=32).init_state(1)}, r"state does not fit this model: state.layers.0"),
+        ({"state": decoder().float().init_state(1)}, "state does not fit this model: state.layers.0.*float32"),
+        ({"state": decoder().init_state(2)}, "state has 2 rows; pass one"),
+        ({"state": decoder().init_state(0)}, "state has 0 rows; pass one"),
+        ({"state": decoder().init_state(1)._replace(position=torch.tensor([-1]))}, "counters must not be negative"),
+        ({"state": decoder().init_state(1)._replace(position=torch.tensor([1.0]))}, "state.position is torch.float32"),
+        ({"state": decoder().init_state(1)._replace(position=3)}, "it is not a DecoderState"),
+        ({"state": decoder().init_state(1), "prompt": []}, "at least one token"),
     ],
 )
 def test_requests_out_of_range_are_refused(options, message):
@@ -281,6 +566,44 @@ def test_requests_out_of_range_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         crowd.submit(given.pop("prompt"), **given)
     assert crowd.idle
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [
+        (3, 1, 4),
+        b"\3\1\4",
+        range(1, 4),
+        [np.int64(3), np.uint8(1), 4],
+        np.array([3, 1, 4]),
+        torch.tensor([3, 1, 4]),
+        torch.tensor([[3, 1, 4]], dtype=torch.int32),
+        [torch.tensor(3), 1, 4],
+    ],
+    ids=str,
+)
+def test_tokens_of_every_integer_type_are_read(tokens):
+    model, crowd = decoder(), pool(decoder())
+    options = {"max_new_tokens": np.int64(4), "top": np.int32(2), "stop": torch.tensor([], dtype=torch.long)}
+    (stream,) = crowd.submit(tokens, sampling=GREEDY, **options)
+    crowd.run()
+    whole = [int(token) for token in (tokens[0] if np.ndim(tokens) == 2 else tokens)]
+    assert stream.tokens == alone(model, whole, 4)
+    assert {type(number) for number in (*stream.prompt, stream.max_new_tokens, stream.top)} == {int}
+
+
+def test_a_stream_of_several_is_refused():
+    crowd = pool(decoder())
+    with pytest.raises(ValueError, match="sampling="):
+        next(crowd.stream([1], max_new_tokens=2, sampling=[GREEDY, GREEDY]))
+    assert crowd.idle
+
+
+@pytest.mark.parametrize("name", ["slots", "queue", "capacity", "prefill", "prefix_bytes"])
+@pytest.mark.parametrize("value", [2.5, True, "3", None, -1])
+def test_options_of_a_pool_of_other_types_are_refused(name, value):
+    with pytest.raises(ValueError, match=f"{name}="):
+        Pool(decoder(), **{name: value})
 
 
 def test_pools_that_cannot_be_are_refused():
@@ -349,6 +672,61 @@ class TestSampler:
             assert sample(scores[chosen], [rows[i] for i in chosen], places[chosen]).tolist() == [
                 alone[i] for i in chosen
             ]
+
+    @pytest.mark.parametrize("flush", [False, True])
+    @pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.5}, {"top_k": 2**63 - 1, "top_p": 1 - 1e-16}])
+    @pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300, 1e-40])
+    def test_temperature_towards_zero_is_the_most_likely_token(self, temperature, options, flush):
+        scores = torch.randn(50, 9, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+        rows = [Sampling(temperature=temperature, seed=i, **options) for i in range(50)]
+        try:
+            torch.set_flush_denormal(flush)
+            found = sample(scores, rows, torch.arange(50))
+        finally:
+            torch.set_flush_denormal(False)
+        assert found.tolist() == scores.argmax(-1).tolist()
+
+    @pytest.mark.parametrize("options", [{}, {"top_k": 2**63 - 1}, {"top_p": 1 - 1e-16}])
+    @pytest.mark.parametrize("temperature", [10**30, 3.4e38])
+    def test_temperature_towards_infinity_is_uniform(self, temperature, options):
+        scores = torch.cat([torch.tensor([5.0, -torch.inf]), torch.zeros(9)]).expand(20000, -1)
+        rows = [Sampling(temperature=temperature, seed=i, **options) for i in range(20000)]
+        found = torch.bincount(sample(scores, rows, torch.zeros(20000, dtype=torch.long)), minlength=11) / 20000
+        assert found[1] == 0
+        assert (found[[0, *range(2, 11)]] - 0.1).abs().max() < 0.01
+
+    @pytest.mark.parametrize("flush", [False, True])
+    @pytest.mark.parametrize("top_p", [5e-324, 1e-310, 1e-20])
+    def test_the_smallest_top_p_keeps_the_most_likely_token(self, top_p, flush):
+        scores = torch.randn(50, 9, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+        rows = [Sampling(top_p=top_p, seed=i) for i in range(50)]
+        try:
+            torch.set_flush_denormal(flush)
+            found = sample(scores, rows, torch.arange(50))
+        finally:
+            torch.set_flush_denormal(False)
+        assert found.tolist() == scores.argmax(-1).tolist()
+
+    def test_seeds_and_positions_at_the_ends_of_their_range(self):
+        ends = torch.tensor([-(2**63), -1, 0, 2**53, 2**53 + 1, 2**63 - 1])
+        found = uniforms(ends.repeat_interleave(6), ends.repeat(6))
+        assert ((found >= 0) & (found < 1)).all()
+        assert len(found.unique()) == 36
+
+    def test_of_equal_tokens_the_lower_ones_are_kept(self):
+        # So many that a sort that is not stable changes their order.
+        scores = torch.zeros(300, 700)
+        places = torch.zeros(300, dtype=torch.long)
+        for options, kept in (({"top_k": 3}, 3), ({"top_p": 2.5 / 700}, 3), ({"temperature": 0}, 1)):
+            rows = [Sampling(seed=i, **options) for i in range(300)]
+            assert sample(scores, rows, places).unique().tolist() == list(range(kept))
+
+    def test_an_impossible_token_is_never_drawn(self, monkeypatch):
+        scores = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).expand(2, -1)
+        ends = torch.tensor([0.0, 1 - 2**-53], dtype=torch.float64)
+        monkeypatch.setattr("longspan.serving.sampler.uniforms", lambda seeds, positions: ends)
+        for options in ({}, {"top_k": 3}, {"temperature": 1e-310}, {"temperature": 1e38}):
+            assert sample(scores, [Sampling(**options)] * 2, torch.arange(2)).tolist() == [1, 1]
 
     @pytest.mark.parametrize("options", [{"temperature": -1.0}, {"top_k": -1}, {"top_p": 0.0}, {"seed": 2**63}])
     def test_options_out_of_range_are_refused(self, options):

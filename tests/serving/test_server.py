@@ -19,6 +19,7 @@ pytest.importorskip("starlette")
 from pools import Failing, decoder  # noqa: E402
 from servers import Running, events, gated, text_of, until  # noqa: E402
 
+from longspan.serving.guard import Access  # noqa: E402
 from longspan.serving.server import Limits  # noqa: E402
 from longspan.serving.text import Bytes, Stops  # noqa: E402
 
@@ -110,6 +111,26 @@ def test_a_stop_string_cuts_wherever_it_falls():
     assert "".join(map(one_by_one.add, text)) + one_by_one.end() == "one "
 
 
+def test_stop_strings_do_not_depend_on_the_pieces():
+    """The first string that is whole ends the text; of those that end there, the longest."""
+    draw = random.Random(0)
+
+    def some(most):
+        return "".join(draw.choices("ab", k=draw.randrange(1, most)))
+
+    for _ in range(2000):
+        strings, text = [some(7) for _ in range(draw.randrange(1, 5))], some(30)
+        ends = [(end, -len(one)) for one in strings for end in range(len(text) + 1) if text[:end].endswith(one)]
+        expected = text[: sum(min(ends))] if ends else text
+        stops, found = Stops(strings), []
+        while text:
+            size = draw.randrange(1, 6)
+            found.append(stops.add(text[:size]))
+            text = text[size:]
+        assert "".join(found) + stops.end() == expected
+        assert stops.stopped == bool(ends)
+
+
 def test_stop_strings_end_a_completion(running):
     whole = text_of(running.alone("stop", 30))
     stop = whole[10:13]
@@ -150,8 +171,7 @@ def test_characters_of_several_bytes_arrive_whole():
     ],
 )
 def test_bad_bodies_are_refused_by_name(running, body, status, message):
-    data = json.dumps(body)
-    answer = httpx.post(f"{running.url}/v1/completions", content=data, timeout=60)
+    answer = running.send(json.dumps(body).encode())
     assert answer.status_code == status
     assert message in answer.json()["error"]["message"]
     assert answer.json()["error"]["type"] == "invalid_request_error"
@@ -159,9 +179,9 @@ def test_bad_bodies_are_refused_by_name(running, body, status, message):
 
 def test_bodies_that_are_no_json_and_too_large_ones_are_refused(running):
     url = f"{running.url}/v1/completions"
-    assert httpx.post(url, content=b"{").status_code == 400
-    assert httpx.post(url, content=b"[" * 100000).status_code == 400
-    assert httpx.post(url, content=b" " * ((1 << 20) + 1)).status_code == 413
+    assert running.send(b"{").status_code == 400
+    assert running.send(b"[" * 100000).status_code == 400
+    assert running.send(b" " * ((1 << 20) + 1)).status_code == 413
     assert httpx.get(f"{running.url}/nothing").status_code == 404
     assert httpx.get(url).status_code == 405
 
@@ -258,7 +278,7 @@ def test_an_error_of_the_model_ends_its_requests_only():
 
 
 def test_a_key_is_required_where_one_is_set():
-    with Running(api_key="secret") as running:
+    with Running(access=Access(api_key="secret")) as running:
         url = f"{running.url}/v1/models"
         assert httpx.get(url).status_code == 401
         assert httpx.get(url, headers={"authorization": "Bearer wrong"}).status_code == 401
@@ -271,8 +291,8 @@ def test_a_client_that_reads_nothing_is_dropped():
         body = json.dumps({"prompt": "a", "max_tokens": 100000, "stream": True, "n": 8, "logprobs": 20}).encode()
         with socket.create_connection(("127.0.0.1", running.port)) as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n".encode()
-            client.sendall(head + body)
+            head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             until(lambda: running.server.worker.drawn)
             until(lambda: running.pool.idle)
 
@@ -309,5 +329,5 @@ def test_the_command_serves_and_ends_on_sigterm():
 
 
 def test_the_command_refuses_what_is_no_decoder(capsys):
-    assert main(["serve", "digits-speech"]) == 2
+    assert main(["serve", "digits-speech", "--port", "0"]) == 2
     assert "digits-speech" in capsys.readouterr().err

@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 import longspan
 from longspan import states
-from longspan.serving import Pool, Session, SessionError, Sessions
+from longspan._utils import atomic_io
+from longspan.serving import Pool, Session, SessionError, Sessions, sessions
 from longspan.serving.sessions import continued, model_digest
 from longspan.serving.text import Bytes
 
@@ -264,14 +265,14 @@ def test_a_turn_at_a_time(kept):
 
 
 def test_many_turns_at_once_leave_whole_sessions(kept):
-    sessions = [kept.create(prompt=f"{i}") for i in range(3)]
-    counts = dict.fromkeys(sessions, 0)
+    names = [kept.create(prompt=f"{i}") for i in range(3)]
+    counts = dict.fromkeys(names, 0)
 
     def work(seed):
         generator = random.Random(seed)
         with httpx.Client(timeout=60, base_url=f"{kept.url}/v1") as client:
             for _ in range(8):
-                session, hang_up = generator.choice(sessions), generator.random() < 0.4
+                session, hang_up = generator.choice(names), generator.random() < 0.4
                 body = {"session": session, "max_tokens": LONG if hang_up else 3, "temperature": 0, "stream": hang_up}
                 if hang_up:
                     with client.stream("POST", "/completions", json=body) as answer:
@@ -286,7 +287,7 @@ def test_many_turns_at_once_leave_whole_sessions(kept):
         thread.join()
     until(lambda: kept.pool.idle)
     assert sum(counts.values()) > 0
-    for i, session in enumerate(sessions):
+    for i, session in enumerate(names):
         n = 3 * counts[session]
         assert kept.tokens(session) == [*f"{i}".encode(), *(kept.alone(f"{i}".encode(), n) if n else [])]
 
@@ -474,6 +475,91 @@ def test_a_damaged_file_is_refused_and_can_be_deleted(tmp_path):
             found.remove(name)
         assert len(found) == 0
     assert not list(tmp_path.glob("*.safetensors"))
+
+
+def test_a_session_that_is_read_while_a_turn_is_saved_is_before_or_after_it(tmp_path, monkeypatch):
+    """In every moment of a save: before the file is replaced, and between that and the new entry."""
+    with contextlib.closing(store(tmp_path)) as found:
+        name = found.create(Session((1, 2), 2)).id
+        save, read = states.save, []
+
+        def saved(*args):
+            read.append(found.read(name).tokens)
+            save(*args)
+            read.append(found.read(name).tokens)
+
+        monkeypatch.setattr(states, "save", saved)
+        for tokens in ((1, 2, 3), (1, 2, 3, 4)):
+            found.replace(name, Session(tokens, len(tokens)))
+            read.append(found.read(name).tokens)
+        assert read == [(1, 2), *[(1, 2, 3)] * 3, *[(1, 2, 3, 4)] * 2]
+
+
+def test_a_session_has_the_length_of_its_tokens_while_a_turn_is_saved(tmp_path, monkeypatch):
+    with Running(folder=tmp_path) as running:
+        session = running.create(prompt="length")
+        entry = running.store.entry(session)
+        running.turn(session, "", 3)
+        monkeypatch.setattr(running.store, "entry", lambda name: entry)  # as it was before the turn
+        found = running.show(session)
+        assert found["length"] == len(found["tokens"]) == 9
+        assert found["bytes"] == entry.nbytes + 3 * 8
+
+
+@pytest.mark.parametrize("by", ["remove", "hand"])
+def test_a_session_that_is_read_while_it_is_deleted_does_not_exist(by, tmp_path, monkeypatch):
+    with Running(folder=tmp_path) as running:
+        session, codes = running.create(prompt="gone"), []
+
+        def ask(*_):
+            answers = [
+                running.client.get(f"/sessions/{session}"),
+                running.client.post("/sessions", json={"fork_from": session}),
+                running.client.post("/completions", json={"session": session, "max_tokens": 1}),
+            ]
+            codes.extend(answer.status_code for answer in answers)
+
+        if by == "hand":
+            (tmp_path / f"{session}.safetensors").unlink()
+            ask()
+            assert codes == [404] * 3
+        else:
+            # The file is gone, and its entry is not; nor is its lock, which this call to the store does not take.
+            monkeypatch.setattr(atomic_io, "sync", ask)
+            running.store.remove(session)
+            assert codes == [404] * 3
+            ask()
+            assert codes == [404] * 6
+
+
+def test_swapped_files_are_refused(tmp_path):
+    """By the server that runs, and by the next one; a file without an ID is older and is read."""
+    with contextlib.closing(store(tmp_path)) as found:
+        one, other = found.create(Session((1, 2), 2)).id, found.create(Session((3, 4, 5), 3)).id
+        files = [tmp_path / f"{name}.safetensors" for name in (one, other)]
+        contents = [path.read_bytes() for path in files]
+        for path, content in zip(files, reversed(contents), strict=True):
+            path.write_bytes(content)
+        for name in (one, other):
+            with pytest.raises(SessionError, match="is the file of session") as error:
+                found.read(name)
+            assert error.value.code == "damaged"
+    with contextlib.closing(store(tmp_path)) as found:
+        assert found.entries() == []
+        with pytest.raises(SessionError, match=f"{one}.*is the file of session '{other}'.*rename it to {other}"):
+            found.read(one)
+    for path, content in zip(files, contents, strict=True):
+        path.write_bytes(content)
+    with contextlib.closing(store(tmp_path)) as found:
+        assert [found.read(name).tokens for name in (one, other)] == [(1, 2), (3, 4, 5)]
+        facts = states.read_metadata(files[0])
+        assert facts.pop("id") == one
+        kept = sessions._Saved(torch.tensor([[1, 2]]), torch.tensor([2]), found.model.init_state(1, 0))
+        states.save(kept, files[0], facts)
+    with contextlib.closing(store(tmp_path)) as found:
+        assert found.read(one).tokens == (1, 2)
+        found.replace(one, Session((1, 2, 3), 3))
+        assert states.read_metadata(files[0])["id"] == one
 
 
 def test_half_written_files_are_removed(tmp_path):

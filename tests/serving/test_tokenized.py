@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from longspan.serving.tokenized import Tokenized
 
@@ -15,6 +15,25 @@ TEXT = """The river was high and the old man looked at it for a long while, then
 """
 END = "<|endoftext|>"
 UNKNOWN = "\ufffd"
+
+
+def test_a_prompt_at_which_the_library_panics_is_an_error_of_the_prompt():
+    made = byte_level()
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$"), "isolated")
+    codec = Tokenized(made.to_str())
+    with pytest.raises(ValueError, match="the tokenizer failed"):
+        codec.encode("a" * 40 + "b")
+    assert codec.decode(codec.encode("ab")) == "ab"
+
+
+@pytest.mark.parametrize("special", [False, True])
+def test_the_name_of_a_special_token_in_a_prompt_is_text_unless_asked_for(special):
+    codec = Tokenized(byte_level().to_str(), special=special)
+    text = f"they end by {END} and go on"
+    tokens = codec.encode(text)
+    assert (codec.tokenizer.token_to_id(END) in tokens) == special
+    assert codec.encode_more(text) == tokens
+    assert codec.tokenizer.decode(tokens, skip_special_tokens=False) == text
 
 
 def byte_level():

@@ -112,6 +112,8 @@ def test_a_pool_with_more_slots_takes_a_shorter_cache():
         ([4], IndexError, "4 rows"),
         ([-5], IndexError, "4 rows"),
         ([1, 1], ValueError, "repeat"),
+        ([2, -2], ValueError, "repeat"),
+        ([-1, -1], ValueError, "repeat"),
         ([0, 1], ValueError, "2 rows"),
     ],
 )
@@ -119,6 +121,27 @@ def test_rows_that_do_not_fit_are_refused(rows, kind, message):
     attention = longspan.build("linear", dim=8, heads=2)
     with pytest.raises(kind, match=message):
         states.put(attention.init_state(4), rows, attention.init_state(1))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_rows_are_an_empty_batch(spec):
+    torch.manual_seed(0)
+    attention = longspan.build(spec, dim=DIM, heads=HEADS).double().eval()
+    state, x = row(attention, 5, 0)
+    none = states.select(state, [])
+    assert all(a.shape == b[:0].shape for a, b in zip(*map(pytree.tree_leaves, (none, state)), strict=True))
+    assert attention(x[:0], none)[0].shape == (0, 1, DIM)
+    for same in (states.join([none, state, none]), states.put(states.clone(state), [], none)):
+        assert all(torch.equal(a, b) for a, b in zip(*map(pytree.tree_leaves, (same, state)), strict=True))
+
+
+@pytest.mark.parametrize("rows", [[1.7], [True, False], torch.tensor([1.0]), [[0], [1]]], ids=str)
+def test_rows_that_are_no_integers_are_refused(rows):
+    state = longspan.build("linear", dim=8, heads=2).init_state(2)
+    for call in (lambda: states.select(state, rows), lambda: states.put(state, rows, state)):
+        with pytest.raises(ValueError, match=r"rows must be integers \(R,\), not torch\."):
+            call()
 
 
 def test_different_states_are_refused():

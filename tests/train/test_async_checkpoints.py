@@ -12,7 +12,7 @@ from torch import distributed as dist
 
 from longspan.models import checkpoint, parts, shards
 from longspan.models.decoder import Decoder
-from training_process import HANGS, TINY, checkpoints
+from training_process import HANGS, TINY, checkpoints, in_parts
 
 FIELDS = {"steps": 12, "dropout": 0.0, "evaluate_every": 12, "save_every": 4, "keep": 9, "evaluate_examples": 2}
 TWO = FIELDS | {"batch": 3, "devices": 2, "strategy": "fsdp"}
@@ -84,7 +84,7 @@ def assert_equal(found, wanted):
         assert (own / pointer).read_text() == (other / pointer).read_text()
     for name in checkpoints(found):
         for prefix in ("model.", "optimizer."):
-            one, two = (shards.read(folder / name, prefix) for folder in (own, other))
+            one, two = (in_parts(folder / name, prefix) for folder in (own, other))
             assert list(one) == list(two)
             assert all(torch.equal(value, two[key]) for key, value in one.items())
 
@@ -113,7 +113,7 @@ def test_killed_while_writing_the_checkpoint_before_is_the_last(sync, tmp_path):
     at = tmp_path / "run" / "checkpoints"
     assert (at / "last").read_text() == "step-00000004\n"
     for prefix in ("model.", "optimizer."):
-        one, two = (shards.read(folder / "run/checkpoints/step-00000004", prefix) for folder in (tmp_path, sync))
+        one, two = (in_parts(folder / "run/checkpoints/step-00000004", prefix) for folder in (tmp_path, sync))
         assert all(torch.equal(value, two[key]) for key, value in one.items())
     finish(start(tmp_path, resume=True, **LATER), tmp_path)
     assert_equal(tmp_path, sync)

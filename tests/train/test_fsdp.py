@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,11 @@ from longspan.attention import list_mechanisms, mechanism_examples
 from longspan.attention.base import REGISTRY
 from longspan.cli import entry
 from longspan.cli.entry import main
-from longspan.models import checkpoint, shards
+from longspan.models import checkpoint, parts, shards
 from longspan.models.decoder import Decoder
 from longspan.train import fit
 from longspan.train.sharded import check
-from training_process import HANGS, TINY, tiny
+from training_process import HANGS, TINY, in_parts, tiny
 
 SIZES = {"dim": 8, "heads": 2, "feedforward": 12, "depth": 2, "vocab": 7, "positions": "none", "length": 64}
 # Each process draws its own noise in training.
@@ -129,7 +130,7 @@ def test_resumed_on_as_many_devices_is_uninterrupted_to_the_last_bit(sharded, tm
     resumed_from(sharded, tmp_path / "again", 6)
     assert_close(whole(tmp_path / "again", "step-00000012"), whole(sharded, "step-00000012"), 0.0)
     folders = [folder / "run/checkpoints/step-00000012" for folder in (tmp_path / "again", sharded)]
-    found, wanted = (shards.read(folder, "optimizer.") for folder in folders)
+    found, wanted = (in_parts(folder, "optimizer.") for folder in folders)
     assert_close(found, wanted, 0.0)
     assert len(wanted) > 2 * len(list(Decoder(TINY).parameters()))
 
@@ -177,14 +178,17 @@ def test_the_end_has_the_weights_in_one_file_and_consolidate_adds_it(sharded, tm
 
 
 @pytest.mark.full
-def test_changed_parts_are_refused(sharded, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [("__0_0.distcp", checkpoint.load), (checkpoint.INDEX, checkpoint.load), (checkpoint.INDEX, parts.shapes)],
+)
+def test_changed_files_are_refused_before_they_are_parsed(sharded, tmp_path, name, read):
     early = shutil.copytree(sharded / "run" / "checkpoints" / "step-00000003", tmp_path / "early")
-    part = next(early.glob("*.distcp"))
-    content = bytearray(part.read_bytes())
+    content = bytearray((early / name).read_bytes())
     content[len(content) // 2] ^= 1
-    part.write_bytes(content)
-    with pytest.raises(ValueError, match=r"\.distcp was changed or damaged since it was written"):
-        checkpoint.load(early)
+    (early / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"{re.escape(name)} was changed or damaged since it was written"):
+        read(early)
 
 
 class Evil:
@@ -194,9 +198,8 @@ class Evil:
 
 @pytest.mark.parametrize("content", [pickle.dumps(Evil()), pickle.dumps([1]), b"", b"\x80"])
 def test_an_index_runs_no_code(content, tmp_path, capsys):
-    (tmp_path / shards.INDEX).write_bytes(content)
-    with pytest.raises(ValueError, match="is corrupt or foreign"):
-        shards.shapes(tmp_path)
+    with pytest.raises(ValueError, match="metadata is corrupt or foreign"):
+        shards.parse_index(tmp_path / checkpoint.INDEX, content)
     assert capsys.readouterr().out == ""
 
 

@@ -5,10 +5,12 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,10 @@ import torch
 import yaml
 
 from longspan import data, train
+from longspan._utils import sealed_dir
+from longspan.data import documents, token_shards, tokenization
 from longspan.models import checkpoint
-from longspan.models.config import DecoderConfig
+from longspan.models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from longspan.train import fit, loop
 from longspan.train.report import COLUMNS, Table
 from training_process import HANGS, TINY, best_at, checkpoints, tiny, weights
@@ -162,6 +166,29 @@ class TestStopAndResume:
         assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
 
 
+def changing(kind, folder, word):
+    """A model, and the name of data of this kind whose content depends on a word of three letters."""
+    lines = [f"the {word} is {i:03d}" for i in range(200)]
+    fields = TINY.to_dict() | {"vocab": 256}
+    if kind == "text":
+        (folder / "a.txt").write_text("\n".join(lines))
+        return DecoderConfig(**fields), f"text:{folder / 'a.txt'}"
+    if kind == "pairs":
+        (folder / "a.tsv").write_text("".join(f"{line}\t{line[:3]}\n" for line in lines))
+        return Seq2SeqConfig(dim=10, depth=1, heads=2, feedforward=14, vocab=257), f"pairs:{folder / 'a.tsv'}"
+    if kind == "labels":
+        rows = [json.dumps({"text": line, "label": int(line[-1]) % 2}) for line in lines]
+        (folder / "a.jsonl").write_text("\n".join(rows))
+        options = {"outputs": 2, "labels": "0 1", "pool": "mean", "vocab": 256}
+        return EncoderConfig(dim=10, depth=1, heads=2, feedforward=14, **options), f"labels:{folder / 'a.jsonl'}"
+    (folder / "b.txt").write_text("\n".join(lines))
+    inputs = documents.sources([str(folder / "b.txt")])
+    shutil.rmtree(folder / "tokens", ignore_errors=True)
+    with token_shards.new_or_continued(folder / "tokens"):
+        tokenization.write(folder / "tokens", inputs, tokenization.train_bpe(inputs, 260))
+    return DecoderConfig(**fields | {"vocab": 260}), f"tokens:{folder / 'tokens'}"
+
+
 class TestRefused:
     def test_taken_folder(self, whole):
         with pytest.raises(
@@ -191,6 +218,31 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"cannot resume .* with other settings") as error:
             fit(config, tiny(whole, batch=7, keep=5, seconds=9.0), resume=True, progress=False)
         assert str(error.value).endswith("model.depth (1 -> 3), run.batch (5 -> 7)")
+
+    @pytest.mark.parametrize("kind", ["text", "pairs", "labels", "tokens"])
+    def test_other_data_are_refused(self, tmp_path, kind):
+        config, name = changing(kind, tmp_path, "one")
+        run = tiny(tmp_path, data=name, length=16, steps=2, batch=2, evaluate_examples=2)
+        fit(config, run, progress=False)
+        last = (tmp_path / "run/checkpoints/last").read_text()
+        changing(kind, tmp_path, "two")
+        with pytest.raises(ValueError, match=f"with other data: {re.escape(name)} has changed"):
+            fit(config, replace(run, steps=3), resume=True, progress=False)
+        assert (tmp_path / "run/checkpoints/last").read_text() == last
+        changing(kind, tmp_path, "one")
+        assert fit(config, replace(run, steps=3), resume=True, progress=False).steps == 3
+
+    def test_another_tokenizer_is_refused_by_checkpoints_without_a_sha256_of_the_data(self, tmp_path):
+        config, name = changing("tokens", tmp_path, "one")
+        run = tiny(tmp_path, data=name, length=16, steps=2, batch=2, evaluate_examples=2)
+        fit(config, run, progress=False)
+        last = checkpoint.resolve(tmp_path / "run", prefer="last")
+        header = json.loads((last / "config.json").read_text())
+        del header[checkpoint.DATA]
+        (last / "config.json").write_text(json.dumps(header | {"sha256": sealed_dir.digest(header)}))
+        changing("tokens", tmp_path, "two")
+        with pytest.raises(ValueError, match="with another tokenizer"):
+            fit(config, replace(run, steps=3), resume=True, progress=False)
 
     def test_fewer_steps(self, whole):
         with pytest.raises(ValueError, match=r"run.steps \(11 -> 5; it may only grow\)"):

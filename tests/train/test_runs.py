@@ -60,6 +60,28 @@ def test_a_text_is_found_again_from_another_folder(home, tmp_path, monkeypatch, 
     assert "bits/byte on 3 examples" in said(capsys, "eval", str(home / "one"))
 
 
+def test_a_text_that_has_changed_is_evaluated_only_if_it_is_named(home, capsys):
+    before = (home / "book.txt").read_bytes()
+    (home / "book.txt").write_bytes(before.swapcase())
+    try:
+        err = refused(capsys, "eval", str(home / "one"))
+        assert f"text:{home}/book.txt has changed since the model was trained on it" in err
+        assert "on 3 examples" in said(capsys, "eval", str(home / "one"), "--data", f"text:{home}/book.txt")
+    finally:
+        (home / "book.txt").write_bytes(before)
+
+
+@pytest.mark.parametrize(("size", "more"), [(5, []), (30, []), (42, ["--sliding", "3"])])
+def test_a_short_text_is_evaluated_as_a_whole(home, tmp_path, capsys, size, more):
+    (tmp_path / "short.txt").write_bytes(TEXT[:size])
+    words = ["eval", str(home / "one"), "--data", f"text:{tmp_path}/short.txt", "--json", *more]
+    assert cli.main(words) == 0
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found.get("sliding", found)["tokens"] == size
+    assert "is too short for held-out parts" in err
+
+
 def test_a_text_that_is_gone_is_named_with_its_whole_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError, match=f"no text at {tmp_path}/absent.txt: there is no such file or folder"):

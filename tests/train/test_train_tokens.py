@@ -192,6 +192,17 @@ def test_eval(run, folder, tmp_path, capsys):
     assert other["bits"] == pytest.approx(expected / 0.6931471805599453, rel=1e-5)
 
 
+@pytest.mark.parametrize("more", [[], ["--stream"], ["--segments"]])
+def test_a_short_text_is_evaluated_as_a_whole(run, tmp_path, capsys, more):
+    text = "a state reads each token once; größer"
+    (tmp_path / "short.txt").write_text(text, encoding="utf-8")
+    capsys.readouterr()
+    assert main(["eval", str(run), "--data", f"text:{tmp_path}/short.txt", "--json", *more]) == 0
+    found = json.loads(capsys.readouterr().out)
+    whole = len(tokenization.parsed(longspan.load(run).tokenizer).encode(text).ids)
+    assert found.get("stream", found)["tokens"] in (whole - 1, whole)
+
+
 def test_tokens_of_another_tokenizer_are_refused(run, folder, tmp_path, capsys):
     text = str(folder.parent / "a.txt")
     assert main(["tokenize", text, "--out", str(tmp_path / "other"), "--train-bpe", "320", "--separator", "state"]) == 0
@@ -208,24 +219,19 @@ def test_the_exported_file_has_its_tokenizer_beside_it(run, tmp_path, capsys):
     assert (tmp_path / "m.tokenizer.json").read_text(encoding="utf-8") == longspan.load(run).tokenizer
 
 
-def test_a_folder_for_the_hub_has_the_tokenizer(run, tmp_path):
+def test_transformers_read_the_tokenizer_of_a_checkpoint_and_of_a_folder_for_the_hub(run, tmp_path):
     transformers = pytest.importorskip("transformers")
     from longspan.compat.transformers import LongspanForCausalLM
 
     model = LongspanForCausalLM.from_longspan(str(run))
     model.save_pretrained(tmp_path)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
     own = tokenization.parsed(longspan.load(run).tokenizer)
-    assert tokenizer("a state größer").input_ids == own.encode("a state größer").ids
-    assert (tokenizer.bos_token_id, tokenizer.eos_token) == (320, "<|endoftext|>")
+    for folder in (checkpoint.resolve(run), tmp_path):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        assert tokenizer("a state größer").input_ids == own.encode("a state größer").ids
+        assert tokenizer.decode(tokenizer("a  state , größer").input_ids) == "a  state , größer"
+        assert (tokenizer.bos_token, tokenizer.eos_token, len(tokenizer)) == (None, "<|endoftext|>", 320)
+    assert (tmp_path / "tokenizer.json").read_text(encoding="utf-8") == longspan.load(run).tokenizer
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     ids = tokenizer("a state", return_tensors="pt").input_ids
     assert torch.equal(again(ids).logits, model(ids).logits)
-
-
-def test_a_tokenizer_without_place_for_the_start_token_is_refused(run):
-    content = longspan.load(run).tokenizer
-    with pytest.raises(ValueError, match="320 tokens, which leave no place for '<start>' as number 300"):
-        tokenization.special_start(content, 300, "<start>")
-    with pytest.raises(ValueError, match="gaps among its numbers"):
-        tokenization.special_start(content, 330, "<start>")

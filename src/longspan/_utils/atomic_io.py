@@ -131,6 +131,13 @@ def without_mark(content: B) -> B:
     return content.removeprefix(codecs.BOM_UTF8)
 
 
+def refuse_nul(content: bytes | bytearray, where: object) -> None:
+    """Raise ValueError for a NUL, which no text has; UTF-16 without a byte order mark has one beside each letter."""
+    if (place := content.find(0)) >= 0:
+        line = content.count(b"\n", 0, place) + 1
+        raise ValueError(f"line {line} of {where} has a NUL, which no text has; convert UTF-16 to UTF-8")
+
+
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
     """Turn OSError into a ValueError that names the file that could not be read."""

@@ -59,6 +59,22 @@ STAGES = {
 }
 BASELINE = "#666666"  # lines of reference
 
+# On a dark page: its background and text, and brighter shades of the colors that would be hard to see there.
+BACKGROUND, FOREGROUND = "#131416", "#e8e8e8"
+DARK = {
+    "#0072b2": "#3d9fe0",
+    "#009e73": "#2cc295",
+    "#d55e00": "#f0803c",
+    "#56b4e9": "#8fd3f7",
+    "#7a52c7": "#c29bff",
+    "#8a8a1f": "#b5b53a",
+    "#cc79a7": "#e39ac4",
+    "#2fa8a0": "#4fd0c6",
+    "#8c510a": "#c08344",
+    "#882255": "#d0588f",
+    "#332288": "#7d7dff",
+}
+
 
 class Look(NamedTuple):
     """How one series is drawn."""
@@ -124,3 +140,23 @@ def looks(names: Iterable[str]) -> dict[str, Look]:
 def color(name: str) -> str:
     """The color of a mechanism; a grey for any other name."""
     return _FIXED.get(mechanism(name), (BASELINE,))[0]
+
+
+def on_dark(color: Iterable[float]) -> tuple[float, ...]:
+    """The color on a dark page for one on a white page, both as red, green, blue and opacity from 0 to 1.
+
+    Greys are mirrored between background and text. Colors of the palette have brighter shades, and others stay.
+
+    >>> [round(255 * part) for part in on_dark((1.0, 1.0, 1.0, 1.0))]
+    [19, 20, 22, 255]
+    """
+    *parts, opacity = color
+    if max(parts) - min(parts) < 0.02:
+        ends = zip(_parts(BACKGROUND), _parts(FOREGROUND), strict=True)
+        return (*(text + (back - text) * parts[0] for back, text in ends), opacity)
+    name = "#" + "".join(f"{round(255 * part):02x}" for part in parts)
+    return (*_parts(DARK[name]), opacity) if name in DARK else (*parts, opacity)
+
+
+def _parts(name: str) -> tuple[float, ...]:
+    return tuple(int(name[at : at + 2], 16) / 255 for at in (1, 3, 5))

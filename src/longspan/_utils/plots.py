@@ -46,8 +46,8 @@ def pyplot() -> Any:
     return plt
 
 
-def draw(path: Path, result: dict[str, Any]) -> None:
-    """Draw the result of a benchmark as one PNG, whole or not at all."""
+def draw(path: Path, result: dict[str, Any], *, dark: bool = False) -> None:
+    """Draw the result of a benchmark as one PNG, whole or not at all; ``dark`` as in ``save``."""
     plt = pyplot()
     figure = PICTURES[result["benchmark"]](plt, result)
     facts = result["machine"]
@@ -55,17 +55,80 @@ def draw(path: Path, result: dict[str, Any]) -> None:
     # In the results of benchmarks whose figures depend on it.
     title += f", {facts['instruction set']}" if "instruction set" in facts else ""
     figure.suptitle(title, fontsize=9)
-    save(plt, figure, path)
+    save(plt, figure, path, dark=dark)
 
 
-def save(plt: Any, figure: Any, path: Path) -> None:
-    """Write a figure as one PNG, whole or not at all. Raises OSError, with the file's name."""
-    content = io.BytesIO()
+def save(plt: Any, figure: Any, path: Path, *, dark: bool = False) -> None:
+    """Write a figure as one PNG, whole or not at all.
+
+    Args:
+        plt: what ``pyplot`` returns.
+        figure: the figure, which is closed afterwards.
+        path: the file.
+        dark: also write the picture for a dark page, to ``dark_path(path)``.
+
+    Raises:
+        OSError: A file cannot be written; the message has its name.
+    """
     try:
-        figure.savefig(content, dpi=120, format="png")
+        contents = {path: _png(figure)}
+        if dark:
+            darken(figure)
+            contents[dark_path(path)] = _png(figure)
     finally:
         plt.close(figure)
-    atomic_io.write(path, content.getvalue())
+    for file, content in contents.items():
+        atomic_io.write(file, content)
+
+
+def _png(figure: Any) -> bytes:
+    """A figure with its margin, in 256 colors, which halves the file."""
+    from PIL import Image  # matplotlib requires it
+
+    drawn, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, dpi=120, format="png", bbox_inches="tight", pad_inches=0.12)
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(small, "png", optimize=True)
+    return small.getvalue()
+
+
+def dark_path(path: Path) -> Path:
+    """Where the version of a picture for dark pages is.
+
+    >>> dark_path(Path("images/hybrids.png")).name
+    'hybrids-dark.png'
+    """
+    return path.with_name(f"{path.stem}-dark{path.suffix}")
+
+
+def darken(figure: Any) -> None:
+    """Give everything in a figure its color on a dark page."""
+    from matplotlib.collections import Collection
+    from matplotlib.colors import to_rgba_array
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+    from matplotlib.text import Text
+
+    def dark(colors: Any) -> Any:
+        return [palette.on_dark(color) for color in to_rgba_array(colors)]
+
+    for artist in figure.findobj():
+        match artist:
+            case Text():
+                artist.set_color(dark(artist.get_color())[0])
+            case Line2D():
+                inside, edge = artist.get_markerfacecolor(), artist.get_markeredgecolor()
+                artist.set_color(dark(artist.get_color())[0])
+                for color, change in ((inside, artist.set_markerfacecolor), (edge, artist.set_markeredgecolor)):
+                    if not (isinstance(color, str) and color == "none"):
+                        change(dark(color)[0])
+            case Patch():
+                face, edge = dark(artist.get_facecolor())[0], dark(artist.get_edgecolor())[0]
+                artist.set_facecolor(face)
+                artist.set_edgecolor(edge)
+            case Collection() if artist.get_array() is None:
+                face, edge = dark(artist.get_facecolor()), dark(artist.get_edgecolor())
+                artist.set_facecolor(face)
+                artist.set_edgecolor(edge)
 
 
 def _panels(plt: Any, count: int) -> tuple[Any, list[Any]]:
@@ -453,6 +516,7 @@ def _serve(plt: Any, result: dict[str, Any]) -> Any:
             label = f"{name}, 99 %, {way}"
             right.plot(streams, [row[f"{what}_p99"] for row in of], style, marker="o", color=shade, label=label)
     left.set(ylabel="tokens per second", ylim=(0, None))
+    left.yaxis.set_major_formatter("{x:,g}")
     right.set(ylabel="seconds", yscale="log")
     for axis in (left, right):
         counts = sorted({row["streams"] for row in rows})
@@ -474,23 +538,27 @@ MODELS = {  # names in the benchmark of transformers -> names in pictures
 }
 
 
-def speedups(plt: Any, rows: list[dict[str, Any]], modes: Iterable[str] = ()) -> Any:
-    """Bars of the speed-up over stock transformers, a panel for each mode.
+def speedups(plt: Any, rows: list[dict[str, Any]], modes: Iterable[str] = (), *, narrow: bool = False) -> Any:
+    """Bars of the speed-up over stock transformers, a panel for each mode, all with the same scale.
 
     Args:
         plt: what ``pyplot`` returns.
         rows: those of longspan in results of the benchmark ``hybrids``, with ``model``, ``dtype``, ``mode`` and
             ``times_transformers``.
         modes: which modes, in this order; none: all in the order of the rows.
+        narrow: one panel below the other, for a phone.
 
     Returns:
         The figure.
     """
     modes = list(modes) or list(dict.fromkeys(row["mode"] for row in rows))
     models, dtypes = (list(dict.fromkeys(row[key] for row in rows)) for key in ("model", "dtype"))
-    count = max(len(modes), 1)
-    size = (9.0, max(2.6, 1.2 + 0.4 * len(models) * max(len(dtypes), 1)))
-    figure, axes = plt.subplots(1, count, figsize=size, layout="constrained", squeeze=False, sharey=True)
+    count, height = max(len(modes), 1), 0.4 * len(models) * max(len(dtypes), 1)
+    shape, size = (
+        ((count, 1), (4.4, 0.8 + (0.9 + 0.7 * height) * count)) if narrow else ((1, count), (9.0, 1.2 + height))
+    )
+    shared = {"sharex": True, "sharey": True, "squeeze": False, "layout": "constrained"}
+    figure, axes = plt.subplots(*shape, figsize=(size[0], max(2.6, size[1])), **shared)
     colors = dict(zip(dtypes, ("#8a8a8a", palette.IMPLEMENTATIONS["longspan"]), strict=False))
     height = 0.8 / max(len(dtypes), 1)
     for axis, mode in zip(axes.flat, modes, strict=False):
@@ -502,25 +570,31 @@ def speedups(plt: Any, rows: list[dict[str, Any]], modes: Iterable[str] = ()) ->
             bars = axis.barh(at, list(found.values()), height * 0.92, label=dtype, color=colors.get(dtype))
             axis.bar_label(bars, [f" {value:.1f}x" for value in found.values()])
         axis.axvline(1.0, color=palette.BASELINE, linewidth=1, linestyle=":")
-        axis.set(title=mode, xlabel="speed-up over transformers", xlim=(0, 1.18 * axis.get_xlim()[1]))
+        axis.set(title=mode)
         axis.set_yticks(range(len(models)), [MODELS.get(name, name) for name in models])
         axis.grid(alpha=0.3, axis="x")
+    for axis in axes[-1]:
+        axis.set(xlabel="speed-up over transformers")
+    # The numbers at the ends of the bars take the room on the right.
+    axes.flat[0].set_xlim(0, 1.18 * max((row["times_transformers"] for row in rows), default=1.0))
     axes.flat[0].invert_yaxis()
     legend(figure, axes.flat)
     return figure
 
 
-def time_and_state(plt: Any, rows: list[dict[str, Any]]) -> Any:
+def time_and_state(plt: Any, rows: list[dict[str, Any]], *, narrow: bool = False) -> Any:
     """Time and size of the state by length, both axes logarithmic, each line with its name at the end.
 
     Args:
         plt: what ``pyplot`` returns.
         rows: dictionaries with ``candidate``, ``length`` and ``seconds``, ``state_bytes`` or both.
+        narrow: one panel below the other, for a phone.
 
     Returns:
         The figure, with two panels.
     """
-    figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.9), layout="constrained")
+    shape, size = ((2, 1), (4.4, 6.6)) if narrow else ((1, 2), (9.2, 3.9))
+    figure, (left, right) = plt.subplots(*shape, figsize=size, layout="constrained")
     looks = palette.looks(row["candidate"] for row in rows)
     lengths = sorted({row["length"] for row in rows})
     for axis, key, factor in ((left, "seconds", 1e3), (right, "state_bytes", 1.0)):

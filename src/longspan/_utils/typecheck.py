@@ -1,8 +1,10 @@
 """Checks values against annotations, for specs, configs and constructors."""
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import operator
 import reprlib
 import sys
 import types
@@ -30,6 +32,21 @@ def check_type(name: str, value: Any, kind: Any, owner: str = "") -> None:
         tame = isinstance(value, int | float) and _fits(type(value)(1), kind)
         limits = ", finite and within the range of int64 and float32" if tame else ""
         raise ValueError(f"{owner}{owner and ': '}{name}={format_value(value)} must be {type_name(kind)}{limits}")
+
+
+def as_int(name: str, value: Any) -> int:
+    """Return a whole number as an int: numpy's and a tensor of one element too, but no bool and no float.
+
+    >>> as_int("top", 2.5)
+    Traceback (most recent call last):
+    ...
+    ValueError: top=2.5 must be a whole number
+    """
+    # A tensor of bools has an index too; torch is not imported here.
+    if not isinstance(value, bool) and str(getattr(value, "dtype", "")) != "torch.bool":
+        with contextlib.suppress(TypeError):
+            return operator.index(value)
+    raise ValueError(f"{name}={format_value(value)} must be a whole number")
 
 
 def check_fields(made: Any) -> None:

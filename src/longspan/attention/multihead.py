@@ -1,14 +1,18 @@
 """``nn.MultiheadAttention`` with any mechanism in place of softmax."""
 
+import functools
+import itertools
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._utils import model_memory
 from ..ops.tensors import split
 from ..states.kv_cache import CacheView
 from . import Attention, build
+from .base import own_options
 from .softmax import Softmax
 from .validation import check_x
 
@@ -314,14 +318,8 @@ def _forms(spec: str, dim: int, heads: int) -> dict[bool, Attention]:
         assert refused is not None
         raise refused
     first, *others = forms.values()
-    for name in PROJECTIONS:
-        part = getattr(first, name, None)
-        if not isinstance(part, nn.Linear) or (part.in_features, part.out_features) != (dim, dim):
-            found = f"one of {part.in_features} x {part.out_features}" if isinstance(part, nn.Linear) else "none"
-            raise ValueError(
-                f"attention={spec!r} does not fit nn.MultiheadAttention: it needs a {name} projection of "
-                f"{dim} x {dim}, but has {found}"
-            )
+    if reason := _unfit(first):
+        raise ValueError(f"attention={spec!r} does not fit nn.MultiheadAttention: {reason}; {_hint(first)}")
     for other in others:
         # Share the dictionaries, so that replacing a parameter or a module replaces it in both forms.
         other.__dict__.update(_parameters=first._parameters, _buffers=first._buffers, _modules=first._modules)
@@ -344,3 +342,42 @@ def _hidden(name: str, mask: Tensor, shapes: tuple[tuple[int, ...], ...]) -> Ten
     elif not plain:
         raise ValueError(message)
     return hidden
+
+
+def _unfit(form: Any) -> str:
+    """Return why the projections of a mechanism are not those of ``nn.MultiheadAttention``, or ""."""
+    dim = form.dim
+    for name in PROJECTIONS:
+        part = getattr(form, name, None)
+        if not isinstance(part, nn.Linear) or (part.in_features, part.out_features) != (dim, dim):
+            found = f"one of {part.in_features} x {part.out_features}" if isinstance(part, nn.Linear) else "none"
+            return f"it needs a {name} projection of {dim} x {dim}, but has {found}"
+    return ""
+
+
+def _hint(form: Attention) -> str:
+    """Return what to use in place of a mechanism that does not fit: the fewest options with which it does, or build."""
+    square = {
+        "expand_k": 1.0,
+        "expand_v": 1.0,
+        "key_heads": form.heads,
+        "kv_heads": form.heads,
+        "channels": form.dim // form.heads,
+    }
+    defaults = {name: option.default for name, option in own_options(type(form)).items()}
+    given = {name: getattr(form, name) for name in defaults}
+    known = [name for name in square if name in given]
+    for count in range(1, len(known) + 1):
+        for names in itertools.combinations(known, count):
+            options = given | {name: square[name] for name in names}
+            changed = ", ".join(f"{name}={value!r}" for name, value in options.items() if value != defaults[name])
+            text = f"{form.name}({changed})" if changed else form.name
+            try:
+                if not _unfit(
+                    model_memory.shapes(functools.partial(build, text, form.dim, form.heads, causal=form.causal))
+                ):
+                    return f"attention={text!r} fits"
+            except ValueError:
+                continue
+    call = f"longspan.build({form.spec!r}, {form.dim}, {form.heads}, causal={form.causal})"
+    return f"{call} returns it with its own projections; call it as y, state = attention(x)"

@@ -174,9 +174,9 @@ async def _ask(port: int, i: int, options: Options) -> list[float]:
     prompt = bytes(_prompt(i, options.prompt)).decode()
     asked = {"prompt": prompt, "max_tokens": options.tokens, "seed": i, "stream": True, "logprobs": 0}
     body = json.dumps(asked).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{head}\r\n\r\n".encode() + body)
+    writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
     times: list[float] = []
     while line := await reader.readline():
         # An event has log-probabilities for each token, also where its bytes form no character yet.

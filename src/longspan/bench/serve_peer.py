@@ -317,7 +317,7 @@ async def _ask(port: int, prompt: str, tokens: int) -> Answer:
     """Ask for one stream. Events are read first and parsed at the end, to leave the cores to the server."""
     asked = {"prompt": prompt, "max_tokens": tokens, "temperature": 0, "stream": True}
     body = json.dumps(asked | {"stream_options": {"include_usage": True}}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-type: application/json\r\n"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)

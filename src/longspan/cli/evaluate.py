@@ -108,7 +108,8 @@ def run(args) -> int:
     if args.segments and (args.stepwise or args.stream or args.sliding):
         raise ValueError("--segments cannot be combined with --stepwise, --stream or --sliding")
     targets.check_search(args)
-    model, name, length = trained.model(args.folder, args.data, *trained.WRITERS, "encoder", ema=args.ema)
+    found = trained.model(args.folder, args.data, *trained.WRITERS, "encoder", ema=args.ema)
+    model, name = found.model, found.data
     pairs, labels = trained.kind(name) == trained.PAIRS, trained.kind(name) == trained.LABELS
     if labels:
         alone = {"stepwise": 0, "stream": False, "sliding": 0, "beams": 0, "segments": False}
@@ -122,7 +123,7 @@ def run(args) -> int:
         )
     else:
         targets.refuse(args, {"beams": 0}, f"requires pairs; {name} has no targets")
-    data = trained.dataset(model, name, args.length or length)
+    data = trained.dataset(found, args.length, short=True)
     reuse_pages()
     if labels:
         return _classified(args, model, data)

@@ -116,9 +116,10 @@ def parser() -> Parser:
 def run(args) -> int:
     from . import targets, trained
 
-    model, name, length = trained.model(args.folder, args.data, ema=args.ema)
+    found = trained.model(args.folder, args.data, ema=args.ema)
+    model, name = found.model, found.data
     if trained.kind(name) == trained.PAIRS:
-        targets.write(model, name, length, args)
+        targets.write(model, name, found.length, args)
         return 0
     targets.refuse(
         args, targets.SOURCES, f"requires an encoder-decoder; {args.folder} holds a decoder, which reads no source"
@@ -133,7 +134,7 @@ def run(args) -> int:
     targets.refuse(args, targets.SEARCH, f"requires text or pairs; {name} has images, which are sampled")
     if args.prompt or args.tokens or args.stop:
         raise ValueError(f"--prompt, --tokens and --stop require text; {name} has images, see --complete")
-    _images(model, args, options, trained.dataset(model, name, length) if args.complete else shape)
+    _images(model, args, options, trained.dataset(found, 0) if args.complete else shape)
     return 0
 
 
@@ -299,7 +300,7 @@ class _Tokens:
     def __init__(self, content: str):
         from ..data import tokenization
 
-        self.tokenizer = tokenization.parsed(content)
+        self.tokenizer = tokenization.encoder(content)
         from tokenizers.decoders import DecodeStream
 
         self.stream = DecodeStream(skip_special_tokens=False)
@@ -307,7 +308,9 @@ class _Tokens:
         self.written = ""
 
     def encode(self, text: str) -> list[int]:
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        from ..data import tokenization
+
+        return tokenization.encode(self.tokenizer, [text])[0]
 
     def decode(self, tokens: list[int]) -> str:
         return self.tokenizer.decode(tokens, skip_special_tokens=False)

@@ -1,12 +1,14 @@
 """``longspan serve``: a trained decoder behind OpenAI's completions."""
 
 import signal
+import socket
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 from .._utils.optional_deps import need
-from .parser import Parser, make, natural_int
+from .parser import Parser, make, natural_int, positive_int
 
 
 def parser() -> Parser:
@@ -27,7 +29,22 @@ def parser() -> Parser:
     )
     parser.add_argument("--host", type=str, default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=natural_int(65535), default=8000, help="port; 0 takes a free one")
-    parser.add_argument("--slots", type=natural_int(1_000_000), default=64, help="streams that run at the same time")
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name of this server in requests, as that of a proxy; repeatable. A server on loopback serves no other "
+        "names than localhost and loopback addresses, which keeps web pages away; '*' serves any",
+    )
+    parser.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="an origin of web pages that may use this server, such as https://example.org; repeatable; '*' is any",
+    )
+    parser.add_argument("--slots", type=positive_int(1_000_000), default=64, help="streams that run at the same time")
     parser.add_argument("--queue", type=natural_int(1_000_000), default=128, help="streams that may wait for a slot")
     parser.add_argument(
         "--capacity", type=natural_int(10**9), default=0, help="tokens of a stream, for models with a KV cache"
@@ -48,8 +65,10 @@ def parser() -> Parser:
         help="folder that keeps sessions; without it they end with the server",
     )
     parser.add_argument("--session-mb", type=natural_int(10**9), default=1024, help="size of all sessions together")
-    parser.add_argument("--max-tokens", type=natural_int(10**9), default=4096, help="largest max_tokens of a request")
-    parser.add_argument("--api-key", type=str, default="", help="require the header Authorization: Bearer KEY")
+    parser.add_argument("--max-tokens", type=positive_int(10**9), default=4096, help="largest max_tokens of a request")
+    parser.add_argument(
+        "--api-key", type=str, default=None, metavar="KEY", help="require the header Authorization: Bearer KEY"
+    )
     parser.add_argument("--name", type=str, default="", help="the model's name in requests; by default MODEL")
     parser.add_argument("--no-playground", action="store_true", help="do not serve the page for trying the model at /")
     parser.add_argument("--grace", type=natural_int(86400), default=30, help="seconds for running streams at the end")
@@ -58,23 +77,39 @@ def parser() -> Parser:
 
 def run(args: Any) -> int:
     need("longspan serve", "starlette", "uvicorn", "prometheus_client")
+    from ..serving.connection import bound
+
+    if args.api_key == "":
+        raise ValueError("--api-key is empty, as from a variable that is not set; pass a key, or leave the option out")
+    # Whatever is wrong with the address shows before the model is loaded.
+    sockets = bound(args.host, args.port)
+    try:
+        return _serve(args, sockets)
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def _serve(args: Any, sockets: list[socket.socket]) -> int:
     import uvicorn
 
     from ..ops.buffers import reuse_pages
     from ..serving import Pool, Sessions
-    from ..serving.connection import protocol
+    from ..serving.connection import affordable, protocol
     from ..serving.server import Limits, Server
 
+    access = _access(args, sockets)
     reuse_pages()
     model, codec, grid = _loaded(args.model, args.stop)
     pool = Pool(model, slots=args.slots, queue=args.queue, capacity=args.capacity, prefix_bytes=args.prefix_mb << 20)
-    limits = Limits(tokens=args.max_tokens, connections=args.slots + args.queue + 1024)
     sessions = Sessions(pool, Path(args.sessions) if args.sessions else None, limit=args.session_mb << 20)
+    files = affordable(args.slots + args.queue + 1024)
+    limits = Limits(tokens=args.max_tokens, connections=files.connections)
     server = Server(
         pool,
         name=args.name or args.model,
         codec=codec,
-        api_key=args.api_key,
+        access=access,
         limits=limits,
         sessions=sessions,
         grid=grid,
@@ -84,8 +119,7 @@ def run(args: Any) -> int:
         server.app,
         http=protocol(limits),
         ws="none",
-        host=args.host,
-        port=args.port,
+        backlog=files.backlog,
         log_level="warning",
         timeout_graceful_shutdown=args.grace,
         lifespan="off",
@@ -93,11 +127,28 @@ def run(args: Any) -> int:
     http = uvicorn.Server(config)
     _on_signals(server, http)
     try:
-        with _announced(http, args, pool):
-            http.run()
+        with _announced(http, args, pool, sockets):
+            http.run(sockets)
     finally:
         server.close()
     return 0 if http.started else 2
+
+
+def _access(args: Any, sockets: list[socket.socket]) -> Any:
+    """Return who may use the server; one line on stderr where everyone may."""
+    from ..serving.guard import Access, is_loopback
+
+    local = all(is_loopback(one.getsockname()[0]) for one in sockets)
+    hosts = (args.host, *args.allow_host) if local or args.allow_host else None
+    access = Access(args.api_key or "", hosts, tuple(args.allow_origin))
+    if not local and not access.api_key:
+        print(
+            f"longspan: {args.host} may be reached from other machines, and without --api-key everyone there can use "
+            "the model and read, continue and delete sessions",
+            file=sys.stderr,
+            flush=True,
+        )
+    return access
 
 
 def _loaded(source: str, stop: str) -> tuple[Any, Any, tuple[int, ...]]:
@@ -110,7 +161,7 @@ def _loaded(source: str, stop: str) -> tuple[Any, Any, tuple[int, ...]]:
 
     if not pretrained.is_pretrained_name(source) and hub.is_folder(source):
         return *hub.load(source, stop), ()
-    model, name, _ = trained.model(source, "", "decoder")
+    model, name, *_ = trained.model(source, "", "decoder")
     if model.tokenizer:
         return model, Tokenized(model.tokenizer, ends=hub.ends(model.tokenizer, stop)), ()
     if stop:
@@ -140,11 +191,12 @@ def _nothing() -> Any:
     return contextlib.nullcontext()
 
 
-def _announced(http: Any, args: Any, pool: Any) -> Any:
+def _announced(http: Any, args: Any, pool: Any, sockets: list[socket.socket]) -> Any:
     """Print where the server listens, once it does."""
     import contextlib
 
     from .. import states
+    from ..serving.connection import BACKLOG
 
     @contextlib.contextmanager
     def context() -> Any:
@@ -153,10 +205,14 @@ def _announced(http: Any, args: Any, pool: Any) -> Any:
         async def then(*given: Any, **more: Any) -> None:
             await startup(*given, **more)
             if http.started:
-                port = http.servers[0].sockets[0].getsockname()[1]
+                # Connections that wait take no file, so more may wait than are accepted together.
+                for one in sockets:
+                    one.listen(BACKLOG)
+                port = sockets[0].getsockname()[1]
+                host = f"[{args.host}]" if ":" in args.host else args.host
                 size = states.nbytes(pool.state)
                 print(
-                    f"{args.model} at http://{args.host}:{port}/v1, {pool.slots} slots of {size // pool.slots:,} bytes",
+                    f"{args.model} at http://{host}:{port}/v1, {pool.slots} slots of {size // pool.slots:,} bytes",
                     flush=True,
                 )
 

@@ -77,7 +77,9 @@ def _sources(args: Any, numbers: bool) -> list[tuple[str, list[int]]]:
     if args.sources:
         path = Path(args.sources)
         try:
-            lines = atomic_io.without_mark(atomic_io.read(path)).decode("utf-8", "surrogateescape").split("\n")
+            content = atomic_io.without_mark(atomic_io.read(path))
+            atomic_io.refuse_nul(content, path)
+            lines = content.decode("utf-8", "surrogateescape").split("\n")
         except OSError as error:
             raise ValueError(f"--sources: cannot read {path}: {error.strerror}") from error
         lines = [line.removesuffix("\r") for line in (lines if lines[-1] else lines[:-1])]

@@ -57,6 +57,12 @@ def parser() -> Parser:
         help="text between the documents of a text file; by default each text file is one document",
     )
     parser.add_argument(
+        "--special",
+        action="store_true",
+        help="special tokens of the tokenizer that documents name, such as <|im_start|>, become these tokens; by "
+        "default their names are text",
+    )
+    parser.add_argument(
         "--shard_tokens", type=positive_int(2**31), default=2**26, help="tokens per shard; a shard is kept in memory"
     )
     parser.add_argument(
@@ -98,6 +104,7 @@ def run(args) -> int:
             end=args.end or (tokenization.END if args.train_bpe else ""),
             field=args.field,
             separator=args.separator,
+            special=args.special,
             shard=args.shard_tokens,
             options={"train_bpe": args.train_bpe, "train_letters": args.train_letters} if args.train_bpe else {},
             report=lines.at,

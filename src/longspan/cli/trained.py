@@ -2,8 +2,9 @@
 
 import math
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
+from .._utils import progress
 from .._utils.spec import known
 from ..data import Dataset, Labeled, Tokens, load, tokens
 from ..models import checkpoint, pretrained
@@ -24,7 +25,21 @@ WRITERS, TRANSCRIBER = ("decoder", "seq2seq"), "transcriber"
 DOWNLOADED = ("mnist", "cifar10")
 
 
-def model(folder: str, data: str, *kinds: str, ema: bool = False) -> tuple[Any, str, int]:
+class Trained(NamedTuple):
+    """A trained model and its data."""
+
+    model: Any
+    """the model in eval mode"""
+    data: str
+    """the name of its data set"""
+    length: int
+    """the length of an example in tokens: exact for a text, the largest for pairs and labeled texts, 0 for the data
+    set's default"""
+    checksum: str
+    """the checksum of the data that it was trained on, if no others were named; "" if it is unknown"""
+
+
+def model(folder: str, data: str, *kinds: str, ema: bool = False) -> Trained:
     """Load a trained model and look up its data.
 
     Args:
@@ -32,10 +47,6 @@ def model(folder: str, data: str, *kinds: str, ema: bool = False) -> tuple[Any, 
         data: a data set that replaces the one of the training; "": that one.
         kinds: accepted kinds of models; by default decoders and encoder-decoders.
         ema: take the average of the weights, which training with ``run.ema`` keeps.
-
-    Returns:
-        The model in eval mode, the name of its data set, and the length of an example in tokens: exact for a text,
-        the largest for pairs and labeled texts, 0 for the data set's default.
 
     Raises:
         ValueError: for a folder without a checkpoint, a model of another kind, a checkpoint that does not record its
@@ -66,7 +77,7 @@ def model(folder: str, data: str, *kinds: str, ema: bool = False) -> tuple[Any, 
         from ..train.average import load_average
 
         load_average(found, path)
-    return found, name, length
+    return Trained(found, name, length, "" if data else header.get(checkpoint.DATA, ""))
 
 
 def transcriber(folder: str) -> Any:
@@ -97,16 +108,27 @@ def _header(folder: str, *kinds: str) -> tuple[Path, dict[str, Any]]:
     return path, header
 
 
-def dataset(model: Any, name: str, length: int) -> Any:
-    """Load a data set for a model. Raises ValueError if the data cannot be loaded or do not fit the model."""
+def dataset(trained: Trained, length: int, *, short: bool = False) -> Any:
+    """Load the data set of a trained model.
+
+    Args:
+        trained: the model and the name of its data.
+        length: tokens per example; 0: as in training.
+        short: as in ``data.load``, with a line on stderr for such data.
+
+    Raises:
+        ValueError: if the data cannot be loaded or do not fit the model, or differ from those of its training although
+            no others were named.
+    """
+    model, name, length = trained.model, trained.data, length or trained.length
     if name == "text":
         raise ValueError("the training text of this model is not part of longspan; pass --data text:FILE")
     tokenizer = getattr(model, "tokenizer", "")
     try:
         if tokenizer and kind(name) == "text":
-            found = tokens.encoded(tokenizer, name.partition(":")[2], length)
+            found = tokens.encoded(tokenizer, name.partition(":")[2], length, short)
         else:
-            found = load(name, length)
+            found = load(name, length, short=short)
     except ValueError as error:
         if name not in DOWNLOADED:
             raise
@@ -115,7 +137,14 @@ def dataset(model: Any, name: str, length: int) -> Any:
         raise ValueError(
             f"{name} has tokens of another tokenizer than the model; encode its text with that of the model"
         )
+    if trained.checksum not in ("", found.checksum):
+        raise ValueError(
+            f"{name} has changed since the model was trained on it: its sha256 is {found.checksum} instead of "
+            f"{trained.checksum}; restore it, or pass --data {name} to take it as it is"
+        )
     _fits(model, name, found.vocab, found.length)
+    if short and found.splits["train"] is found.splits["test"]:
+        progress.say(f"{name} is too short for held-out parts: each split is the whole of it")
     if kind(name) == LABELS:
         found = cast(Labeled, found).renumbered(model.config.labels.split())
     return found

@@ -21,12 +21,9 @@ from .._utils.spec import known
 from .._utils.version import VERSION
 from ..attention import Attention
 from ..models.decoder import Decoder
+from ..ops import onnx as operator
+from ..ops.onnx import DOMAINS, OPSET
 
-DOMAINS = {
-    "com.microsoft": "onnxruntime's own operator, which has a kernel",
-    "ai.onnx": "the standard's operator of opset 27, which onnxruntime expands to a loop",
-}
-OPSET = 27  # of ai.onnx, the first with LinearAttention
 LENGTHS, ROWS, BEFORE = (1, 9, 300), 3, 5
 TOLERANCE = 1e-5
 
@@ -57,6 +54,8 @@ def export(model: Decoder | Attention, path: str | os.PathLike, *, domain: str =
     atomic_io.check_output(Path(os.path.abspath(path)))
     need("the export to ONNX", "onnx", "onnxruntime", "onnxscript")
     known(domain, DOMAINS, "domain")
+    if not hasattr(torch.onnx, "ops"):
+        raise ValueError(f"the export to ONNX needs torch 2.8 or later, not {torch.__version__}")
     _check(model)
     training = model.training
     try:
@@ -150,7 +149,7 @@ def _proto(graph: Graph, domain: str) -> Any:
     import onnx
 
     options: dict[str, Any] = {"opset_version": OPSET} if domain == "ai.onnx" else {}
-    given = graph.example(2, 7)
+    given, token = graph.example(2, 7), operator.domain.set(domain)
     with _quiet():
         try:
             program = torch.onnx.export(
@@ -161,13 +160,14 @@ def _proto(graph: Graph, domain: str) -> Any:
                 input_names=graph.inputs,
                 output_names=graph.outputs,
                 verbose=False,
-                custom_translation_table={torch.ops.longspan.recurrence.default: _translation(domain)},
                 **options,
             )
         except Exception as error:
             # torch's message has many pages, and the cause comes first.
             cause = " ".join(str(error.__cause__ or error).split())[:400]
             raise ValueError(f"{graph.called} cannot be exported: {cause}") from error
+        finally:
+            operator.domain.reset(token)
     assert program is not None
     proto = program.model_proto
     if domain == "ai.onnx":
@@ -184,85 +184,6 @@ def _proto(graph: Graph, domain: str) -> Any:
                 "which must be free"
             )
     return proto
-
-
-def _translation(domain: str) -> Any:
-    """Return the function that writes the recurrence into the graph."""
-    import onnxscript  # pyright: ignore[reportMissingImports] (an optional package)
-
-    own = domain == "com.microsoft"
-    if own:
-        _register(domain)
-    # onnxscript types its operators for compiled scripts, not for traced ones.
-    script: Any = onnxscript
-    attention = script.values.Opset("com.microsoft" if own else "", 1 if own else OPSET)
-    op = script.opset18
-
-    def packed(x: Any) -> Any:  # (B,H,N,D) -> (B,N,H*D)
-        return op.Reshape(op.Transpose(x, perm=[0, 2, 1, 3]), op.Constant(value_ints=[0, 0, -1]))
-
-    def unit(x: Any) -> Any:
-        squares = op.ReduceSum(op.Mul(x, x), op.Constant(value_ints=[-1]), keepdims=1)
-        return op.Div(x, op.Sqrt(op.Add(squares, op.Constant(value_float=1e-6))))
-
-    def recurrence(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalize):
-        if mask is not None or segments is not None or cu_seqlens is not None:
-            raise ValueError("the operator LinearAttention supports neither masks nor packed sequences")
-        groups, heads = int(q.shape[1]), int(v.shape[1])
-
-        def keys(x: Any) -> Any:
-            size, x = int(x.shape[3]), unit(x) if normalize else x
-            if own or groups == heads:
-                return packed(x)
-            # The standard's operator cannot share a key among values, so keys are repeated.
-            x = op.Unsqueeze(x, op.Constant(value_ints=[2]))
-            x = op.Expand(x, op.Constant(value_ints=[1, 1, heads // groups, 1, 1]))
-            return op.Reshape(op.Transpose(x, perm=[0, 3, 1, 2, 4]), op.Constant(value_ints=[0, 0, heads * size]))
-
-        rule = (
-            ("gated_delta" if beta is not None else "gated")
-            if log_decay is not None
-            else ("delta" if beta is not None else "linear")
-        )
-        decay = log_decay
-        if decay is not None:
-            decay = op.Transpose(decay, perm=[0, 2, 1]) if len(decay.shape) == 3 else packed(decay)
-        rate = None if beta is None else op.Transpose(beta, perm=[0, 2, 1])
-        o, end = attention.LinearAttention(
-            keys(q),
-            keys(k),
-            packed(v),
-            state,
-            decay,
-            rate,
-            q_num_heads=groups if own else heads,
-            kv_num_heads=heads,
-            update_rule=rule,
-            scale=scale,
-        )
-        return op.Transpose(op.Reshape(o, op.Constant(value_ints=[0, 0, heads, -1])), perm=[0, 2, 1, 3]), end
-
-    return recurrence
-
-
-def _register(domain: str) -> None:
-    """Register onnxruntime's operator with onnx; it has the inputs, outputs and attributes of the standard's."""
-    import onnx
-
-    if onnx.defs.has("LinearAttention", domain):
-        return
-    standard = onnx.defs.get_schema("LinearAttention", OPSET, "")
-    onnx.defs.register_schema(
-        onnx.defs.OpSchema(
-            "LinearAttention",
-            domain,
-            1,
-            inputs=list(standard.inputs),
-            outputs=list(standard.outputs),
-            attributes=list(standard.attributes.values()),
-            type_constraints=[(c.type_param_str, list(c.allowed_type_strs), "") for c in standard.type_constraints],
-        )
-    )
 
 
 def _compare(graph: Graph, content: bytes) -> float:

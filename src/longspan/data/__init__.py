@@ -48,7 +48,7 @@ _OWN = {f"text:{text.STDLIB}", *(f"pairs:{task}" for task in pairs.TASKS)}
 _OWN |= {f"labels:{task}" for task in labeled.LABELED}
 
 
-def load(name: str, length: int = 0) -> Any:
+def load(name: str, length: int = 0, *, short: bool = False) -> Any:
     """Load a data set.
 
     Without a folder, ``mnist`` and ``cifar10`` are downloaded once, checked by sha256, and kept in the cache folder
@@ -58,13 +58,15 @@ def load(name: str, length: int = 0) -> Any:
         name: a name in the table above.
         length: tokens per example. Text and tokens: window size (0: 256). Pairs: largest number of tokens in a source
             or a target (0: 256). Labeled texts: bytes read of each (0: 1024). Images: 0.
+        short: accept texts, tokens, pairs and labeled texts that are too short for held-out parts. Each split then has
+            all of them, a text in equal windows of up to ``length``.
 
     Returns:
         A ``Dataset`` (images, text), ``Tokens``, ``Pairs``, or ``Labeled`` texts.
 
     Raises:
         ValueError: for an unknown name, a missing, truncated or invalid file, a failed download, a length that images
-            do not have, a text whose held-out parts are shorter than one window, and invalid lines.
+            do not have, invalid lines, and, without ``short``, a text whose held-out parts are shorter than one window.
         ImportError: if an optional package is missing.
     """
     kind, colon, source = name.partition(":")
@@ -76,7 +78,7 @@ def load(name: str, length: int = 0) -> Any:
     if length < 0:
         raise ValueError(f"length={length}: must be >= 0; 0 means the data set's own")
     if kind in _READERS:
-        return _READERS[kind](source, length)
+        return _READERS[kind](source, length, short)
     data = _IMAGES[kind](source)
     if length not in (0, data.length):
         raise ValueError(f"length={length}: {kind} has {data.length} tokens per image; leave length at 0")

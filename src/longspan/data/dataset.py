@@ -102,6 +102,15 @@ def check_indices(indices: Tensor, count: int, split: str) -> None:
         raise ValueError(f"indices {low} ... {high} are outside 0 ... {count - 1}, the examples of {split}")
 
 
+def even(size: int, length: int) -> int:
+    """The length of equal windows of up to ``length``, so that the rest of ``size`` that none of them has is small.
+
+    >>> even(300, 256), even(100, 256), even(512, 256)
+    (150, 100, 256)
+    """
+    return size // -(-size // length)
+
+
 def sha256(arrays: Iterable[np.ndarray]) -> str:
     """The sha256 (hex) of arrays of bytes, one after the other."""
     digest = hashlib.sha256()

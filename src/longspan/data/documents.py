@@ -79,12 +79,20 @@ def pieces(source: Source, field: str = "text", separator: str = "") -> Iterator
         yield from _texts(source.path, separator)
         return
     rows = {"jsonl": _lines, "parquet": _parquet, "datasets": _datasets}[source.kind](source.path, field)
-    for number, text in enumerate(rows, 1):
+    for where, text in rows:
         if not isinstance(text, str):
             raise ValueError(
-                f"{source.path}, row {number}: the field {field!r} is not a text, but {type(text).__name__}; name the "
-                "field that has the text with --field"
+                f"{source.path}, {where}: the field {field!r} is not a text, but {type(text).__name__}; name the field "
+                "that has the text with --field"
             )
+        if not text.isascii():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(
+                    f"{source.path}, {where}: the field {field!r} has half of a surrogate pair, {text[error.start]!r}, "
+                    "which no text has"
+                ) from error
         yield from _cut(text)
 
 
@@ -151,7 +159,7 @@ def _texts(path: Path, separator: str) -> Iterator[Piece]:
             yield Piece(rest, begins, True)
 
 
-def _lines(path: Path, field: str) -> Iterator[Any]:
+def _lines(path: Path, field: str) -> Iterator[tuple[str, Any]]:
     with _opened(path) as file:
         number = 0
         while line := _decoded(path, file, None):
@@ -167,10 +175,10 @@ def _lines(path: Path, field: str) -> Iterator[Any]:
                     f"its fields are {', '.join(map(str, row))[:200]}" if isinstance(row, dict) else "it is no object"
                 )
                 raise ValueError(f"{path}, line {number} has no field {field!r}: {names}; pass --field")
-            yield row[field]
+            yield f"line {number}", row[field]
 
 
-def _parquet(path: Path, field: str) -> Iterator[Any]:
+def _parquet(path: Path, field: str) -> Iterator[tuple[str, Any]]:
     need("Parquet files", "pyarrow")
     import pyarrow  # pyright: ignore[reportMissingImports] (optional)
     from pyarrow import parquet  # pyright: ignore[reportMissingImports] (optional)
@@ -181,24 +189,28 @@ def _parquet(path: Path, field: str) -> Iterator[Any]:
         if field not in file.schema_arrow.names:
             names = ", ".join(file.schema_arrow.names)
             raise ValueError(f"{path} has no column {field!r}: its columns are {names}; pass --field")
+        number = 0
         for batch in file.iter_batches(ROWS, columns=[field]):
-            yield from batch.column(0).to_pylist()
+            for value in batch.column(0).to_pylist():
+                number += 1
+                yield f"row {number}", value
     except pyarrow.ArrowException as error:
         raise ValueError(f"{path} is not a Parquet file that pyarrow reads: {' '.join(str(error).split())}") from error
 
 
-def _datasets(path: Path, field: str) -> Iterator[Any]:
+def _datasets(path: Path, field: str) -> Iterator[tuple[str, Any]]:
     need("folders of Hugging Face datasets", "datasets")
     import datasets  # pyright: ignore[reportMissingImports] (optional)
 
-    found = datasets.load_from_disk(str(path))
+    found, number = datasets.load_from_disk(str(path)), 0
     # A DatasetDict holds its parts by name.
     for part in found.values() if isinstance(found, dict) else (found,):
         if field not in part.column_names:
             names = ", ".join(part.column_names)
             raise ValueError(f"{path} has no column {field!r}: its columns are {names}; pass --field")
         for row in part.select_columns([field]):
-            yield cast(dict, row)[field]
+            number += 1
+            yield f"row {number}", cast(dict, row)[field]
 
 
 @contextlib.contextmanager
@@ -216,8 +228,11 @@ def _opened(path: Path) -> Iterator[IO[str]]:
 def _decoded(path: Path, file: IO[str], size: int | None) -> str:
     """The next ``size`` characters, or the next line for None. Raises ValueError, which names the file."""
     try:
-        return file.readline() if size is None else file.read(size)
+        found = file.readline() if size is None else file.read(size)
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8: {error}") from error
     except (OSError, EOFError, lzma.LZMAError) as error:
         raise ValueError(f"{path} is truncated or corrupt: {error}") from error
+    if "\0" in found:
+        raise ValueError(f"{path} has a NUL, which no text has; convert UTF-16 to UTF-8")
+    return found

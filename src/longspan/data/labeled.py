@@ -3,6 +3,7 @@
 import csv
 import hashlib
 import io
+import itertools
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .._utils import atomic_io
 from .._utils.cache_dirs import expanded
 from .._utils.spec import known
 from .._utils.typecheck import format_value
@@ -92,7 +94,7 @@ class Labeled:
         return self.splits[known(split, self.splits, "split")]
 
 
-def load(source: str, length: int) -> Labeled:
+def load(source: str, length: int, short: bool = False) -> Labeled:
     """Load labeled texts.
 
     A .jsonl file has one object per line with ``text`` and ``label``. A .tsv or .csv file has a header with the columns
@@ -106,10 +108,11 @@ def load(source: str, length: int) -> Labeled:
     Args:
         source: "majority" (generated), a file, or a folder with a file per split.
         length: bytes read of each text; 0: 1024.
+        short: as in ``data.load``.
 
     Raises:
         ValueError: without a source, for a missing or unreadable file, for a row without a text or a label (with its
-            line number), for fewer than two labels, and for an empty split.
+            line number), for files without texts, and without ``short`` for fewer than two labels and an empty split.
     """
     if not source:
         raise ValueError(
@@ -128,13 +131,16 @@ def load(source: str, length: int) -> Labeled:
     for row in given["train"]:
         split = _split(row[0])
         rows["train" if split in given else split].append(row)
-    if empty := [split for split, found in rows.items() if not found]:
+    empty, every = [split for split, found in rows.items() if not found], list(itertools.chain(*rows.values()))
+    if empty and short and every:
+        rows = dict.fromkeys(rows, every)
+    elif empty:
         raise ValueError(
-            f"labels:{source} has {sum(map(len, rows.values()))} texts, none of which is in {empty[0]}; about one in "
+            f"labels:{source} has {len(every)} texts, none of which is in {empty[0]}; about one in "
             f"{PARTS} goes to validation and one to the test, so add more texts"
         )
     labels = sorted({label for found in rows.values() for _, label in found}, key=_place)
-    if len(labels) < 2:
+    if len(labels) < 2 and not short:
         raise ValueError(f"labels:{source} has one label, {labels[0]!r}; a classifier requires at least two")
     number = {label: i for i, label in enumerate(labels)}
     splits = {
@@ -144,6 +150,8 @@ def load(source: str, length: int) -> Labeled:
         )
         for split, found in rows.items()
     }
+    if empty:
+        splits = dict.fromkeys(splits, splits["test"])
     longest = max(int(texts.ends.diff().max()) for texts, _ in splits.values())
     checksum = sha256(np.frombuffer(content, np.uint8) for content in contents)
     return Labeled(f"labels:{source}", tuple(labels), longest, checksum, splits)
@@ -181,6 +189,7 @@ def _rows(content: bytes | bytearray, path: Path) -> Iterator[Row]:
     kind = _kind(path)
     if not kind:
         raise ValueError(f"{path}: expected a .jsonl, .tsv or .csv file, optionally with .gz or .xz")
+    atomic_io.refuse_nul(content, path)
     try:
         words = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -195,6 +204,12 @@ def _rows(content: bytes | bytearray, path: Path) -> Iterator[Row]:
             raise ValueError(
                 f"{where}: its label must be a word or an integer, without blanks, got {format_value(label)}"
             )
+        for words in (body, str(label)):
+            if not words.isascii():
+                try:
+                    words.encode()
+                except UnicodeEncodeError as error:
+                    raise ValueError(f"{where} has half of a surrogate pair, {words[error.start]!r}") from error
         yield body, str(label)
 
 

@@ -97,7 +97,7 @@ class Pairs:
         return self.splits[known(split, self.splits, "split")]
 
 
-def load(source: str, length: int) -> Pairs:
+def load(source: str, length: int, short: bool = False) -> Pairs:
     """Load pairs.
 
     A line of a text file has a source and a target in UTF-8, separated by a tab; the bytes are the tokens. A line of a
@@ -108,10 +108,11 @@ def load(source: str, length: int) -> Pairs:
     Args:
         source: "dates" or "reverse" (generated), or a file.
         length: largest number of tokens in a source or a target, including the stop token; 0: 256.
+        short: as in ``data.load``.
 
     Raises:
         ValueError: without a source, for a missing or unreadable file, for an invalid or too long line (with its
-            number), and for an empty split.
+            number), for a file without pairs, and without ``short`` for an empty split.
     """
     if not source:
         raise ValueError(f"pairs requires a source: pass pairs:FILE, or the generated pairs:{' or pairs:'.join(TASKS)}")
@@ -124,15 +125,19 @@ def load(source: str, length: int) -> Pairs:
                 f"no pairs at {path.absolute()}: there is no such file; generated pairs: {', '.join(TASKS)}"
             )
         data = atomic_io.without_mark(text.unpacked(path, times=IN_MEMORY))
+        atomic_io.refuse_nul(data, path)
     parts: dict[str, list[Pair]] = {"train": [], "validation": [], "test": []}
     highest, longest = 0, 0
     for pair in _lines(data, str(path), length or MOST, numbers):
         parts[_split(pair[0])].append(pair)
         longest = max(longest, len(pair[0]), len(pair[1]) + 1)
         highest = max(highest, *pair[0], *pair[1])
-    if empty := [split for split, pairs in parts.items() if not pairs]:
+    empty, every = [split for split, pairs in parts.items() if not pairs], list(itertools.chain(*parts.values()))
+    if empty and short and every:
+        parts = dict.fromkeys(parts, every)
+    elif empty:
         raise ValueError(
-            f"pairs:{source} has {sum(map(len, parts.values()))} pairs, none of which is in {empty[0]}; about one "
+            f"pairs:{source} has {len(every)} pairs, none of which is in {empty[0]}; about one "
             f"in {PARTS} sources goes to validation and one to the test, so add more pairs"
         )
     stop = highest + 1 if numbers else 256
@@ -140,6 +145,8 @@ def load(source: str, length: int) -> Pairs:
         split: (column(one for one, _ in pairs), column([*other, stop] for _, other in pairs))
         for split, pairs in parts.items()
     }
+    if empty:
+        splits = dict.fromkeys(splits, splits["test"])
     return Pairs(f"pairs:{source}", stop + 1, longest, sha256([np.frombuffer(data, np.uint8)]), splits)
 
 
@@ -203,7 +210,8 @@ def _columns(line: bytes | bytearray, where: str) -> Pair:
 
 def _numbers(line: bytes | bytearray, where: str) -> Pair:
     try:
-        found = json.loads(line)
+        # Not the bytes, which json would take for UTF-16 or UTF-32 where zeros are among them.
+        found = json.loads(line.decode())
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {' '.join(str(error).split())}") from error
     wanted = '{"source": [...], "target": [...]}'

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from .._utils.cache_dirs import expanded
-from .dataset import Dataset, sha256
+from .dataset import Dataset, even, sha256
 from .download import append, read
 
 STDLIB = "stdlib"  # available on every machine
@@ -21,7 +21,7 @@ _SKIPPED = {"site-packages", "dist-packages", "test", "tests", "idle_test", "enc
 _SKIPPED_PREFIXES = ("config-", "_sysconfigdata")
 
 
-def load(source: str, length: int) -> Dataset:
+def load(source: str, length: int, short: bool = False) -> Dataset:
     """Load a text as bytes.
 
     The files of a folder (.txt, .txt.gz, .txt.xz, at any depth) are concatenated in the order of their paths. The first
@@ -31,29 +31,34 @@ def load(source: str, length: int) -> Dataset:
     Args:
         source: "stdlib" or a path.
         length: window size in bytes; 0: 256.
+        short: as in ``data.load``.
 
     Raises:
         ValueError: without a source, for a missing or unreadable path, a packed file, a folder without text, and a text
-            that is too short for one window in each held-out part.
+            that is empty, or without ``short`` too short for one window in each held-out part.
     """
     length = length or 256
     data, sizes = _gathered(source)
     held = len(data) // 20
-    if held < length:
+    whole = short and 0 < len(data) and held < length
+    if held < length and not whole:
         raise ValueError(
             f"text:{source} has {len(data)} bytes; windows of {length} need at least {20 * length}, so that each "
             "held-out part (5 %) has one; pass a smaller length or a longer text"
         )
     content = np.frombuffer(data, np.uint8)
-    train, validation, test = torch.from_numpy(content).split([len(data) - 2 * held, held, held])
-    splits = {"train": train, "validation": validation, "test": test}
+    stream, names = torch.from_numpy(content), ("train", "validation", "test")
+    if whole:
+        length, splits = even(len(data), length), dict.fromkeys(names, stream)
+    else:
+        splits = dict(zip(names, stream.split([len(data) - 2 * held, held, held]), strict=True))
     documents, begin = {}, 0
     ends = torch.tensor(sizes).cumsum(0)
     for split, part in splits.items():
         # A document that a split cuts starts again in the next split.
         inside = ends[(begin < ends) & (ends < begin + len(part))] - begin
         documents[split] = torch.cat([inside.new_zeros(1), inside.unique()])
-        begin += len(part)
+        begin += 0 if whole else len(part)
     return Dataset(f"text:{source}", 256, length, (), "byte", sha256([content]), splits, {}, documents)
 
 

@@ -79,14 +79,26 @@ def verify(folder: Path, track: Track = lambda items, total, label: items) -> di
                 digest.update(piece)
                 if dtype is not None and len(piece) % dtype.itemsize == 0:
                     highest = max(highest, int(np.frombuffer(piece, dtype).max()))
-        if digest.hexdigest() != entry["sha256"]:
-            raise ValueError(
-                f"{path} was changed or damaged since it was written: its sha256 is {digest.hexdigest()}, and {INDEX} "
-                f"records {entry['sha256']}; restore it from a copy, or write the folder again"
-            )
+        _refuse_changed(path, digest.hexdigest(), entry["sha256"])
         if highest >= index["vocab"]:
             raise ValueError(f"{path} has token {highest}, outside the vocabulary of {index['vocab']}")
     return index
+
+
+def read_tokenizer(folder: Path, index: dict[str, Any]) -> str:
+    """The content of a folder's tokenizer. Raises ValueError for one that was changed."""
+    path = folder / TOKENIZER
+    text = atomic_io.read_text(path)
+    _refuse_changed(path, hashlib.sha256(text.encode()).hexdigest(), index["tokenizer"])
+    return text
+
+
+def _refuse_changed(path: Path, digest: str, recorded: str) -> None:
+    if digest != recorded:
+        raise ValueError(
+            f"{path} was changed or damaged since it was written: its sha256 is {digest}, and {INDEX} records "
+            f"{recorded}; restore it from a copy, or write the folder again"
+        )
 
 
 class Writer:

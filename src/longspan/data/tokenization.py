@@ -1,5 +1,6 @@
 """Tokenizers of text, and the writing of token folders with them."""
 
+import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 END = "<|endoftext|>"  # what a tokenizer trained here has for the end of a document
+TOKENIZER_CONFIG = "tokenizer_config.json"
 BATCH = 256  # pieces that are encoded at once, in parallel
 LETTERS = 2**24  # their largest number of characters
 
@@ -27,11 +29,61 @@ def parsed(text: str, where: str | Path = "the tokenizer") -> "Tokenizer":
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_str(text)
+        with _plain_errors():
+            return Tokenizer.from_str(text)
     # The library raises plain exceptions.
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"{where} is not a tokenizer in the format of the library tokenizers: {reason}") from error
+
+
+def encoder(text: str, where: str | Path = "the tokenizer", *, special: bool = False) -> "Tokenizer":
+    """Make a tokenizer that encodes whole texts, whatever its file says of batches of a model.
+
+    Args:
+        text: the content of its file.
+        where: the file, for messages.
+        special: whether the name of a special token in a text, such as ``<|endoftext|>``, becomes that token; otherwise
+            it is text.
+
+    Raises:
+        ValueError: for what the library cannot read.
+    """
+    made = parsed(text, where)
+    made.no_truncation()
+    made.no_padding()
+    made.encode_special_tokens = not special
+    return made
+
+
+def encode(tokenizer: "Tokenizer", texts: list[str], *, special: bool = False) -> list[list[int]]:
+    """Encode texts.
+
+    Args:
+        tokenizer: an ``encoder``.
+        texts: the texts.
+        special: whether to add the special tokens of the tokenizer, such as a first ``<s>``.
+
+    Raises:
+        ValueError: for a text that has half of a surrogate pair (UnicodeEncodeError), and for one at which the
+            tokenizer fails, such as a regular expression that backtracks too often.
+    """
+    for text in texts:
+        if not text.isascii():
+            text.encode()
+    with _plain_errors():
+        return [one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
+
+
+@contextlib.contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Turn a panic of the library, which is no Exception, into a ValueError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"the tokenizer failed: {' '.join(str(error).split())[:200]}") from error
 
 
 def vocab_of(tokenizer: "Tokenizer") -> int:
@@ -124,6 +176,7 @@ def write(
     end: str = "",
     field: str = "text",
     separator: str = "",
+    special: bool = False,
     shard: int = token_shards.SHARD,
     options: dict[str, Any] | None = None,
     report: Callable[[Source, dict[str, Any]], None] = lambda source, index: None,
@@ -139,6 +192,7 @@ def write(
         end: a token of the tokenizer to append to each document; "": none.
         field: as in ``documents.pieces``.
         separator: as in ``documents.pieces``.
+        special: as in ``encoder``.
         shard: tokens per shard.
         options: further plain values for the index; a folder that is continued must have the same.
         report: called with each input and the index so far, before each batch.
@@ -151,53 +205,53 @@ def write(
         ImportError: without ``tokenizers``.
         OSError: if a file cannot be written.
     """
-    made = parsed(tokenizer)
-    # Settings of the file for batches of a model would cut or fill documents.
-    made.no_truncation()
-    made.no_padding()
+    made = encoder(tokenizer, special=special)
     last = end_of(made, end)
-    source = {
-        "inputs": [[str(one.path.absolute()), one.size] for one in inputs],
-        "field": field,
-        "separator": separator,
-        "end": end,
-    } | (options or {})
+    source = (
+        {
+            "inputs": [[str(one.path.absolute()), one.size] for one in inputs],
+            "field": field,
+            "separator": separator,
+            "end": end,
+        }
+        | ({"special": True} if special else {})
+        | (options or {})
+    )
     writer = token_shards.Writer(folder, vocab_of(made), tokenizer.encode(), source, shard)
     if writer.complete:
         return writer.index
-    closing = np.array([] if last is None else [last], np.int64)
+    closing = [] if last is None else [last]
     taken, done = 0, writer.pieces
     for one in inputs:
         for batch in _batches(pieces(one, field, separator)):
             report(one, writer.index)
             fresh = batch[max(0, done - taken) :]
             taken += len(batch)
-            for piece, found in zip(fresh, _encoded(made, fresh), strict=True):
-                tokens = np.concatenate([found, closing]) if piece.ends else found
+            try:
+                encoded = encode(made, [piece.text for piece in fresh])
+            except ValueError as error:
+                raise ValueError(f"{one.path} cannot be encoded: {error}") from error
+            for piece, found in zip(fresh, encoded, strict=True):
+                tokens = np.array([*found, *closing] if piece.ends else found, np.int64)
                 writer.add(tokens, begins=piece.begins)
     if not writer.index["tokens"] + writer.count:
         raise ValueError(f"the inputs have no text: {', '.join(str(one.path) for one in inputs)[:200]}")
     return writer.finish()
 
 
-def special_start(tokenizer: str, vocab: int, start: str) -> str:
-    """The tokenizer with the special token ``start`` as number ``vocab``.
+def write_files(folder: Path, content: str) -> None:
+    """Write a tokenizer's file, and the one by which ``AutoTokenizer`` of transformers reads it, into a new folder.
 
-    Raises ValueError if the tokenizer has gaps below ``vocab``, or a token ``start`` already.
+    The token ``<|endoftext|>`` ends documents if the tokenizer has it. There is no padding token, as in GPT-2.
+
+    Raises OSError.
     """
-    content = json.loads(tokenizer)
-    found = vocab_of(made := parsed(tokenizer))
-    if found > vocab or made.token_to_id(start) is not None:
-        raise ValueError(f"the tokenizer has {found} tokens, which leave no place for {start!r} as number {vocab}")
-    added = {"id": vocab, "content": start, "special": True}
-    added |= dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    content["added_tokens"] = [*content.get("added_tokens", []), added]
-    made = parsed(json.dumps(content))
-    if made.token_to_id(start) != vocab:
-        raise ValueError(
-            f"the tokenizer has gaps among its numbers: {start!r} would be {made.token_to_id(start)} instead of {vocab}"
-        )
-    return made.to_str()
+    added = [one["content"] for one in json.loads(content).get("added_tokens") or []]
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    if END in added:
+        config["eos_token"] = END
+    (folder / token_shards.TOKENIZER).write_text(content, encoding="utf-8")
+    (folder / TOKENIZER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def _every(inputs: list[Source], field: str, separator: str) -> Iterator[Piece]:
@@ -215,13 +269,6 @@ def _batches(found: Iterator[Piece]) -> Iterator[list[Piece]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def _encoded(tokenizer: "Tokenizer", batch: list[Piece]) -> list[np.ndarray]:
-    if not batch:
-        return []
-    found = tokenizer.encode_batch_fast([piece.text for piece in batch], add_special_tokens=False)
-    return [np.array(one.ids, np.int64) for one in found]
 
 
 def load_tokenizer(path: Path) -> str:

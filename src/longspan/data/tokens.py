@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .._utils import atomic_io
+from .._utils import atomic_io, sealed_dir
 from .._utils.cache_dirs import expanded
 from .._utils.spec import known
 from . import text, token_shards, tokenization
-from .dataset import check_indices, sha256
+from .dataset import check_indices, even, sha256
 
 HELD = 2**24  # largest number of tokens of a held-out part
 SPLITS = ("train", "validation", "test")
@@ -59,7 +59,7 @@ class Tokens:
     length: int
     """tokens per example"""
     checksum: str
-    """sha256 (hex) of the index, which has that of each file; equal ones mean equal data"""
+    """sha256 (hex) of the names, sizes and sha256 of all files in the index; equal ones mean equal data"""
     tokenizer: str = field(repr=False)
     """content of the tokenizer's file"""
     splits: Mapping[str, MappedTokens] = field(repr=False)
@@ -86,19 +86,22 @@ class Tokens:
         return self.splits[split][indices[:, None] * self.length + torch.arange(self.length)]
 
 
-def load(source: str, length: int) -> Tokens:
+def load(source: str, length: int, short: bool = False) -> Tokens:
     """Open a folder that ``longspan tokenize`` wrote.
 
     The last 5 %, but at most 2^24 tokens, are for the test, as many before them for validation, the rest for training.
-    Only the index is read; ``longspan tokenize --verify`` reads and checks the rest.
+    The sha256 of the index and of the tokenizer are compared, and the sizes of the other files. ``longspan tokenize
+    --verify`` reads all files.
 
     Args:
         source: the folder.
         length: tokens per window; 0: 256.
+        short: as in ``data.load``.
 
     Raises:
         ValueError: without a folder, for a folder that is not complete, a file that is missing or has another size
-            than the index records, and tokens too few for one window in each held-out part.
+            than the index records, a tokenizer that was changed, and tokens too few for one window in each held-out
+            part.
     """
     length = length or 256
     folder = expanded(source)
@@ -114,7 +117,8 @@ def load(source: str, length: int) -> Tokens:
             )
     total = index["tokens"]
     held = min(total // 20, HELD)
-    if held < length:
+    whole = short and 0 < total and held < length
+    if held < length and not whole:
         raise ValueError(
             f"tokens:{source} has {total:,} tokens; windows of {length} need at least {20 * length:,}, so that each "
             "held-out part (5 %) has one; pass a smaller length or tokenize more text"
@@ -123,42 +127,48 @@ def load(source: str, length: int) -> Tokens:
     shards = [_mapped(folder / one["name"], dtype, "r") for one in index["shards"]]
     ends = list(itertools.accumulate(one["tokens"] for one in index["shards"]))
     # Copy-on-write, because PyTorch warns of arrays that cannot be written.
-    # Copy-on-write, because PyTorch warns of arrays that cannot be written.
     starts = torch.from_numpy(_mapped(folder / token_shards.DOCUMENTS, np.dtype("<i8"), "c"))
-    splits, documents = _split(shards, ends, starts, held)
-    tokenizer = atomic_io.read_text(folder / token_shards.TOKENIZER)
-    return Tokens(f"tokens:{source}", index["vocab"], length, index["sha256"], tokenizer, splits, documents)
+    splits, documents = _split(shards, ends, starts, 0 if whole else held)
+    length = even(total, length) if whole else length
+    tokenizer = token_shards.read_tokenizer(folder, index)
+    # Without the paths of the inputs, so that the same tokens made elsewhere are equal data.
+    checksum = sealed_dir.digest({name: index[name] for name in ("vocab", "dtype", "files")})
+    return Tokens(f"tokens:{source}", index["vocab"], length, checksum, tokenizer, splits, documents)
 
 
-def encoded(tokenizer: str, source: str, length: int) -> Tokens:
+def encoded(tokenizer: str, source: str, length: int, short: bool = False) -> Tokens:
     """Encode a text with a model's tokenizer, in memory, with the splits of ``load``.
 
     Args:
         tokenizer: content of the tokenizer's file.
         source: as in ``text.load``; each file is a document.
         length: tokens per window; 0: 256.
+        short: as in ``data.load``.
 
     Raises:
         ValueError: for a text that cannot be read, is not UTF-8 or is too short.
         ImportError: without ``tokenizers``.
     """
-    length, made = length or 256, tokenization.parsed(tokenizer)
-    made.no_truncation()
+    length, made = length or 256, tokenization.encoder(tokenizer)
     parts = []
     for content in text.documents_of(source):
+        atomic_io.refuse_nul(content, f"text:{source}")
         try:
-            parts.append(made.encode(content.decode(), add_special_tokens=False).ids)
+            words = content.decode()
         except UnicodeDecodeError as error:
             raise ValueError(f"text:{source} is not UTF-8: {error}") from error
+        parts += tokenization.encode(made, [words])
     found = np.array(list(itertools.chain.from_iterable(parts)), np.int64)
     held = len(found) // 20
-    if held < length:
+    whole = short and 0 < len(found) and held < length
+    if held < length and not whole:
         raise ValueError(
             f"text:{source} has {len(found):,} tokens; windows of {length} need at least {20 * length:,}, so that each "
             "held-out part (5 %) has one; pass a smaller length or a longer text"
         )
     starts = torch.tensor([0, *itertools.accumulate(map(len, parts))])[:-1].unique()
-    splits, documents = _split([found], [len(found)], starts, min(held, HELD))
+    splits, documents = _split([found], [len(found)], starts, 0 if whole else min(held, HELD))
+    length = even(len(found), length) if whole else length
     vocab = tokenization.vocab_of(made)
     return Tokens(f"text:{source}", vocab, length, sha256([found.view(np.uint8)]), tokenizer, splits, documents)
 
@@ -166,12 +176,19 @@ def encoded(tokenizer: str, source: str, length: int) -> Tokens:
 def _split(
     shards: list[np.ndarray], ends: list[int], starts: Tensor, held: int
 ) -> tuple[dict[str, MappedTokens], dict[str, Tensor]]:
-    """The splits of a stream and the documents of each; the last ``held`` tokens are for the test, as many before."""
-    parts = (ends[-1] - 2 * held, held, held)
-    splits, documents = {}, {}
-    for split, begin, size in zip(SPLITS, itertools.accumulate((0, *parts[:-1])), parts, strict=True):
+    """The splits of a stream and the documents of each; the last ``held`` tokens are for the test, as many before.
+
+    With 0 of them, each split has all tokens.
+    """
+    total = ends[-1]
+    parts = ((0, total - 2 * held), (total - 2 * held, held), (total - held, held)) if held else ((0, total),) * 3
+    splits: dict[str, MappedTokens] = {}
+    documents: dict[str, Tensor] = {}
+    for split, (begin, size) in zip(SPLITS, parts, strict=True):
         splits[split] = MappedTokens(shards, ends, begin, size)
         documents[split] = _inside(starts, begin, begin + size)
+    if not held:
+        splits = dict.fromkeys(SPLITS, splits["test"])
     return splits, documents
 
 

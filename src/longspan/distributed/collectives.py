@@ -4,6 +4,8 @@ Their outputs must be connected to what a process returns, also where it uses no
 backward pass lets the others wait. Sums over an empty part of an output serve as such zeros.
 """
 
+import contextlib
+from collections.abc import Generator
 from typing import Any
 
 import torch
@@ -16,10 +18,24 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+@contextlib.contextmanager
+def exchanging(group: dist.ProcessGroup, others: str = "the other ranks") -> Generator[None, None, None]:
+    """Raise RuntimeError with the reason if an exchange with ``others`` fails or takes longer than the timeout."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"sequence_parallel: rank {dist.get_rank()} could not exchange with {others}. All ranks must make the "
+            f"same calls, backward passes included; init_process_group(timeout=...) sets how long a rank waits. The "
+            f"backend reports: {error}"
+        ) from error
+
+
 def numbers(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return x (...) of every rank, (R,...), without gradients."""
     every = x.new_empty(dist.get_world_size(group), *x.shape)
-    _all_gather(every.flatten(), x.contiguous().flatten(), group=group)
+    with exchanging(group):
+        _all_gather(every.flatten(), x.contiguous().flatten(), group=group)
     return every
 
 
@@ -33,7 +49,8 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         own = grads[0].new_empty(ctx.shape)
-        _reduce_scatter(own.flatten(), grads[0].contiguous().flatten(), group=ctx.group)
+        with exchanging(ctx.group):
+            _reduce_scatter(own.flatten(), grads[0].contiguous().flatten(), group=ctx.group)
         return own, None
 
 
@@ -48,7 +65,8 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, given: list[int], taken: list[int], group: dist.ProcessGroup) -> Tensor:
         ctx.splits, ctx.group = (given, taken), group
         found = x.new_empty(sum(taken), *x.shape[1:])
-        dist.all_to_all_single(found, x.contiguous(), taken, given, group=group)
+        with exchanging(group):
+            dist.all_to_all_single(found, x.contiguous(), taken, given, group=group)
         return found
 
     @staticmethod
@@ -56,7 +74,8 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         given, taken = ctx.splits
         own = grads[0].new_empty(sum(given), *grads[0].shape[1:])
-        dist.all_to_all_single(own, grads[0].contiguous(), given, taken, group=ctx.group)
+        with exchanging(ctx.group):
+            dist.all_to_all_single(own, grads[0].contiguous(), given, taken, group=ctx.group)
         return own, None, None, None
 
 

@@ -15,6 +15,7 @@ from ..models.stacks import Stack
 from ..models.stacks.reversible import Reversible
 from ..models.stacks.universal import Act
 from ..ops import shards as hook
+from .collectives import exchanging
 from .layout import Layout
 from .shards import ShardsOf
 
@@ -37,8 +38,9 @@ def sequence_parallel(model: nn.Module, group: Group = None) -> Generator[None, 
     Windows and short convolutions get the last tokens before the shard. ``softmax`` gathers keys and values. Any other
     causal attention gets its state from the rank before: while rank r works on a layer, rank r - 1 works on the next.
 
-    All ranks must make the same calls, backward passes included. The backward pass may come after the block. NaN in one
-    packed document may reach the others of its row.
+    All ranks must make the same calls, backward passes included, with gradients for the same weights. A rank that waits
+    longer than ``init_process_group(timeout=...)`` raises RuntimeError. The backward pass may come after the block. Any
+    part of a row may be padding. NaN in one packed document may reach the others of its row.
 
     Args:
         model: A decoder, a stack, an attention, or a module with some of them, whose first argument is (B,N,...).
@@ -198,7 +200,8 @@ def mean_over_ranks(values: Tensor, mask: Tensor | None = None, group: Group = N
     own = (values if mask is None else torch.where(mask, values, 0.0)).sum()
     count = torch.tensor(values.numel(), device=values.device) if mask is None else mask.sum()
     both = torch.stack([own.detach().double(), count.double()])
-    dist.all_reduce(both, group=ranks)
+    with exchanging(ranks):
+        dist.all_reduce(both, group=ranks)
     total, real = both.unbind()
     own = own * (dist.get_world_size(ranks) / real.clamp(min=1)).to(own.dtype)
     return own + ((total / real.clamp(min=1)).to(own.dtype) - own).detach()

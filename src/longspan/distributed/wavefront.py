@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils import _pytree as pytree
 
 from ..attention.base import Attention
+from .collectives import exchanging
 from .layout import Layout
 
 DTYPES = (
@@ -53,19 +54,23 @@ def attend(
 def _receive(attention: Attention, x: Tensor, like: Any, layout: Layout) -> tuple[Tensor, Any]:
     leaves, tree = pytree.tree_flatten(like)
     source = dist.get_global_rank(layout.group, layout.rank - 1)
-    header = torch.empty(len(leaves), 2 + AXES, dtype=torch.long, device=x.device)
-    dist.recv(header, source, group=layout.group)
-    got = [torch.empty(sizes[:axes], dtype=DTYPES[kind], device=x.device) for kind, axes, *sizes in header.tolist()]
-    numbers = [i for i, t in enumerate(got) if t.is_floating_point()]
-    for i, t in enumerate(got):
-        if i not in numbers:
-            _recv(t, source, layout.group)
-    # The anchor lets the backward pass run on every rank, whether x needs a gradient or not.
-    anchor = torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=torch.is_grad_enabled())
-    taken: Any = _Take.apply(anchor, x, source, layout.group, *(got[i] for i in numbers))
-    x = taken[0]
-    for i, t in zip(numbers, taken[1:], strict=True):
-        got[i] = t
+    header = torch.empty(len(leaves), 3 + AXES, dtype=torch.long, device=x.device)
+    _recv(header, source, layout.group)
+    got: list[Tensor] = []
+    followed: list[int] = []
+    for i, (kind, axes, follows, *sizes) in enumerate(header.tolist()):
+        got.append(torch.empty(sizes[:axes], dtype=DTYPES[kind], device=x.device))
+        if follows:
+            followed.append(i)
+        else:
+            _recv(got[i], source, layout.group)
+    if followed:
+        # The anchor lets the backward pass run if the rank before waits for it, whether x needs a gradient or not.
+        anchor = torch.zeros((), dtype=x.dtype, device=x.device, requires_grad=torch.is_grad_enabled())
+        taken: Any = _Take.apply(anchor, x, source, layout.group, *(got[i] for i in followed))
+        x = taken[0]
+        for i, t in zip(followed, taken[1:], strict=True):
+            got[i] = t
     if not layout.plain:
         fresh = pytree.tree_leaves(attention.init_trainable_state(x.shape[0]))
         got = [layout.joined(t, _like(other, t)) for t, other in zip(got, fresh, strict=True)]
@@ -75,12 +80,21 @@ def _receive(attention: Attention, x: Tensor, like: Any, layout: Layout) -> tupl
 def _send(y: Tensor, after: Any, layout: Layout) -> Tensor:
     leaves = pytree.tree_leaves(after)
     target = dist.get_global_rank(layout.group, layout.rank + 1)
-    rows = [[DTYPES.index(t.dtype), t.dim(), *t.shape, *[0] * (AXES - t.dim())] for t in leaves]
-    dist.send(torch.tensor(rows, dtype=torch.long, device=y.device), target, group=layout.group)
-    for t in leaves:
-        if not t.is_floating_point():
+    # Without gradients here, as in frozen layers, the next rank must not send any.
+    trained = y.requires_grad or any(t.requires_grad for t in leaves)
+    follows = [trained and t.is_floating_point() for t in leaves]
+    rows = [
+        [DTYPES.index(t.dtype), t.dim(), follow, *t.shape, *[0] * (AXES - t.dim())]
+        for t, follow in zip(leaves, follows, strict=True)
+    ]
+    _sent(torch.tensor(rows, dtype=torch.long, device=y.device), target, layout.group)
+    followed = []
+    for t, follow in zip(leaves, follows, strict=True):
+        if follow:
+            followed.append(t)
+        else:
             _sent(t, target, layout.group)
-    given: Any = _Give.apply(y, target, layout.group, *(t for t in leaves if t.is_floating_point()))
+    given: Any = _Give.apply(y, target, layout.group, *followed) if followed else y
     return given
 
 
@@ -93,12 +107,14 @@ def _like(fresh: Tensor, t: Tensor) -> Tensor:
 def _sent(t: Tensor, target: int, group: dist.ProcessGroup) -> None:
     if t.numel():
         t = t.detach().contiguous()
-        dist.send(t.view(torch.uint8) if t.dtype == torch.bool else t, target, group=group)
+        with exchanging(group, f"rank {target}"):
+            dist.send(t.view(torch.uint8) if t.dtype == torch.bool else t, target, group=group)
 
 
 def _recv(t: Tensor, source: int, group: dist.ProcessGroup) -> None:
     if t.numel():
-        dist.recv(t.view(torch.uint8) if t.dtype == torch.bool else t, source, group=group)
+        with exchanging(group, f"rank {source}"):
+            dist.recv(t.view(torch.uint8) if t.dtype == torch.bool else t, source, group=group)
 
 
 class _Take(torch.autograd.Function):

@@ -95,11 +95,11 @@ def _kept(path: Path, points: list[Row]) -> str:
     return f"{kept}; the same command goes on from there"
 
 
-def picture(path: Path, experiment: Experiment, result: Result) -> None:
-    """Draw a result as one PNG, atomically."""
+def picture(path: Path, experiment: Experiment, result: Result, *, dark: bool = False) -> None:
+    """Draw a result as one PNG, atomically; ``dark``: and as one for dark pages."""
     plt = plots.pyplot()
     figure = experiment.draw(plt, result)
-    plots.save(plt, figure, path)
+    plots.save(plt, figure, path, dark=dark)
 
 
 def _begun(path: Path, name: str, experiment: Experiment, scale: str, settings: Any, work: Path) -> Result:

@@ -3,7 +3,8 @@
 =====================  =============================================================================================
 ``model.safetensors``  the weights; tied weights are stored once
 ``training.pt``        only for resuming: plain values and tensors, read with ``weights_only=True``
-``tokenizer.json``     the tokenizer of a decoder that has one, in the format of the library ``tokenizers``
+``tokenizer.json``     the tokenizer of a decoder that has one, in the format of the library ``tokenizers``; with
+                       ``tokenizer_config.json``, for ``AutoTokenizer`` of transformers
 ``config.json``        ``{"format": 2, "kind": "decoder", "config": {...}, "longspan": "0.1.0", "files": {...}, ...}``
 =====================  =============================================================================================
 
@@ -30,6 +31,7 @@ from .._utils.sealed_dir import CONFIG
 from .._utils.spec import known
 from .._utils.typecheck import format_value
 from .._utils.version import VERSION
+from ..data import tokenization
 from .config import DecoderConfig, EncoderConfig, Seq2SeqConfig, TranscriberConfig
 from .decoder import Decoder
 from .encoder import Encoder
@@ -44,6 +46,10 @@ MODEL_CLASSES: dict[str, tuple[Any, Any]] = {
     "transcriber": (TranscriberConfig, Transcriber),
 }
 WEIGHTS, TRAINING, TOKENIZER = "model.safetensors", "training.pt", "tokenizer.json"
+# The index of the tensors of a checkpoint in parts.
+INDEX = ".metadata"
+# The entry of config.json that has the sha256 of the data of a training.
+DATA = "data_sha256"
 
 
 def save(
@@ -105,7 +111,7 @@ def _write(
             if training is not None:
                 write_training(dict(training), temporary / TRAINING)
             if tokenizer:
-                (temporary / TOKENIZER).write_text(tokenizer, encoding="utf-8")
+                tokenization.write_files(temporary, tokenizer)
             sealed_dir.seal(temporary, header)
             sealed_dir.swap(temporary, folder)
     except (OSError, safetensors.SafetensorError) as error:
@@ -417,15 +423,14 @@ def read(folder: str | Path) -> tuple[Path, dict[str, Any], dict[str, Tensor], s
     name = resolve(folder)
     while True:
         try:
-            with opened(name, WEIGHTS, optional=(TOKENIZER,)) as (at, header, content):
+            with opened(name, WEIGHTS, optional=(TOKENIZER, INDEX)) as (at, header, content):
                 tokenizer = (content(TOKENIZER) or b"").decode()
-                if WEIGHTS not in header["files"]:
+                if WEIGHTS not in header["files"] and (index := content(INDEX)) is not None:
                     # Imported for a checkpoint in parts only, since importing it takes long.
                     from . import shards
 
-                    if shards.INDEX in header["files"]:
-                        shards.verify(at, header["files"])
-                        return at, header, shards.read(at, "model."), tokenizer
+                    shards.verify(at, header["files"])
+                    return at, header, shards.read(at, shards.parse_index(at / INDEX, index), "model."), tokenizer
                 return at, header, _tensors(at, content(WEIGHTS)), tokenizer
         except ValueError:
             # A running training removes checkpoints that its pointers no longer name.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .._utils.aliases import refuse
 from . import likelihood
 from .config import DecoderConfig
-from .embedding import Embedding, TiedHead, check_position, check_tokens, initialize, reset_parameters
+from .embedding import Embedding, TiedHead, check_position, check_tokens, initialize, outputs_of, reset_parameters
 from .stacks import Stack, check_fits_in_memory
 
 
@@ -120,4 +120,4 @@ class Decoder(nn.Module):
             check_position(position, tokens)
         x, end = self.embedding(tokens, position, mask=mask, segments=segments)
         x, layers = self.stack(x, layers, mask=mask, segments=segments, prefix=prefix, record=record, donate=donate)
-        return self.head(x), None if layers is None else DecoderState(end, layers)
+        return outputs_of(self.head, x), None if layers is None else DecoderState(end, layers)

@@ -48,6 +48,16 @@ class Embedding(nn.Module):
         return self.dropout(x), end
 
 
+def outputs_of(head: nn.Module, x: Tensor) -> Tensor:
+    """Return ``head(x)``, not as the view of (B N,outputs) that a linear layer with a bias returns.
+
+    FSDP2 puts a hook on the outputs, which a change of a view in place would drop.
+    """
+    y = head(x)
+    # Safe, since a linear layer does not save its outputs.
+    return torch.ops.aten._unsafe_view(y, y.shape) if isinstance(head, nn.Linear) and y.requires_grad else y
+
+
 class TiedHead(nn.Module):
     """Output layer with the weights of the token embedding, without the start token, its last row.
 

@@ -11,7 +11,7 @@ from ..attention.validation import check_x
 from ..modules.positions import Learned
 from ..ops.tensors import upcast_half
 from .config import EncoderConfig
-from .embedding import Embedding, _check_own, check_tokens, initialize, reset_parameters
+from .embedding import Embedding, _check_own, check_tokens, initialize, outputs_of, reset_parameters
 from .stacks import Stack, check_fits_in_memory
 
 
@@ -95,7 +95,7 @@ class Encoder(nn.Module):
                 real = real & (real.cumsum(1) == 1)
             weights = real.to(x.dtype)
             x = (x * weights[..., None]).sum(1) / weights.sum(1, keepdim=True).clamp(min=1)
-        return self.head(x)
+        return outputs_of(self.head, x)
 
     @torch.no_grad()
     def classify(self, texts: Sequence[str], *, length: int = 0, batch: int = 64) -> Classes:

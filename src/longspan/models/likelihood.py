@@ -110,6 +110,9 @@ class Likelihood(ABC):
         if temperature == 1 and (top_k == 0 or top_k >= self.levels) and top_p == 1:
             return self._sample(outputs, generator)
         scores = self._table(outputs)
+        # In the range of the scores' dtype: beyond it, a number is 0 or infinite, and its quotients are not numbers.
+        limits = torch.finfo(scores.dtype)
+        temperature, top_p = float(min(max(temperature, limits.tiny), limits.max)), max(top_p, limits.tiny)
         keep = _kept(scores, temperature, top_k, top_p) if top_k or top_p < 1 else None
         return _draw(scores, temperature, keep, generator)
 
@@ -232,10 +235,11 @@ def build(text: str, levels: int) -> Likelihood:
 
 def _draw(scores: Tensor, temperature: float, keep: Tensor | None, generator: torch.Generator | None) -> Tensor:
     """Sample from softmax(scores / temperature) over the kept entries: ``(..., levels) -> (...)``."""
-    # argmax(scores / T + Gumbel noise) is such a sample, and so is argmax(scores + T noise), which does not overflow
-    # for small T. The logarithm of an exponential variable is the negative of a Gumbel variable.
+    # argmax(scores / T + Gumbel noise) is such a sample, and so is argmax(scores + T noise). The first cannot overflow
+    # for large T, the second for small ones. The logarithm of an exponential variable is the negative of a Gumbel one.
     race = torch.empty_like(scores).exponential_(generator=generator)
-    keys = scores - temperature * race.clamp_(min=torch.finfo(race.dtype).tiny).log_()
+    noise = race.clamp_(min=torch.finfo(race.dtype).tiny).log_()
+    keys = scores / temperature - noise if temperature > 1 else scores - temperature * noise
     return (keys if keep is None else keys.masked_fill(~keep, -math.inf)).argmax(-1)
 
 
@@ -246,7 +250,7 @@ def _kept(scores: Tensor, temperature: float, top_k: int, top_p: float) -> Tenso
         ordered[..., top_k:] = -math.inf
     stays = ordered > -math.inf
     if top_p < 1:
-        share = ((ordered - ordered[..., :1]) / max(temperature, torch.finfo(scores.dtype).tiny)).softmax(-1)
+        share = ((ordered - ordered[..., :1]) / temperature).softmax(-1)
         # A level stays if the mass before it is below top_p, so the first one always stays.
         stays &= share.cumsum(-1) - share < top_p
     return torch.zeros_like(stays).scatter(-1, order, stays)

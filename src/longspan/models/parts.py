@@ -12,11 +12,13 @@ import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
 from .._utils import atomic_io, sealed_dir
+from ..data import tokenization
 from . import checkpoint, shards
-from .checkpoint import TRAINING, WEIGHTS
+from .checkpoint import INDEX, TRAINING, WEIGHTS
 
 
 def save(
@@ -169,7 +171,7 @@ def _write_rest(model: nn.Module, temporary: Path, training: Mapping[str, Any]) 
     """Write what only the first process has."""
     checkpoint.write_training(dict(training), temporary / TRAINING)
     if text := getattr(model, "tokenizer", ""):
-        (temporary / checkpoint.TOKENIZER).write_text(text, encoding="utf-8")
+        tokenization.write_files(temporary, text)
 
 
 def _complete(temporary: Path, target: Path, header: dict[str, Any]) -> None:
@@ -225,7 +227,7 @@ def consolidate(folder: str | Path, out: str | Path | None = None) -> Path:
             for name in names:
                 _link(sealed_dir.resolve_replaced(place) / name, temporary / name)
             if tokenizer and checkpoint.TOKENIZER not in names:
-                (temporary / checkpoint.TOKENIZER).write_text(tokenizer, encoding="utf-8")
+                tokenization.write_files(temporary, tokenizer)
             safetensors.torch.save_file(weights, temporary / WEIGHTS, metadata={"format": "pt"})
             sealed_dir.seal(temporary, rest)
             sealed_dir.swap(temporary, target)
@@ -255,11 +257,13 @@ def restore(folder: str | Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]
     Raises:
         ValueError: If the checkpoint is not in parts, was changed, or has other tensors.
     """
-    with checkpoint.opened(folder, TRAINING) as (place, header, content):
+    with checkpoint.opened(folder, TRAINING, INDEX) as (place, header, content):
         training, problem = checkpoint.parse_training(place, content(TRAINING)), ""
+        index = None
         try:
+            index = _index(place, content)
             shards.verify(place, header["files"], dist.get_rank(), dist.get_world_size())
-            found = shards.shapes(place)
+            found = shards.shapes(index)
             wrong = [
                 n for n in {**found, **tensors} if n not in found or n not in tensors or found[n][0] != tensors[n].shape
             ]
@@ -268,11 +272,20 @@ def restore(folder: str | Path, tensors: Mapping[str, Tensor]) -> dict[str, Any]
         except ValueError as error:
             problem = str(error)
         _agreed(problem)
-        shards.read_into(tensors, place)
+        assert index is not None
+        shards.read_into(tensors, place, index)
     return training
 
 
 def shapes(folder: str | Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
     """Shape and dtype of the tensors of a checkpoint in parts; empty for another checkpoint."""
-    with checkpoint.opened(folder) as (place, header, _):
-        return shards.shapes(place) if shards.INDEX in header["files"] else {}
+    with checkpoint.opened(folder, optional=(INDEX,)) as (place, header, content):
+        return shards.shapes(_index(place, content)) if INDEX in header["files"] else {}
+
+
+def _index(place: Path, content: sealed_dir.Content) -> Metadata:
+    """The index, whose digest is compared before it is unpickled. Raises ValueError."""
+    found = content(INDEX)
+    if found is None:
+        raise ValueError(f"{place} is not a checkpoint in parts: it has no {INDEX}")
+    return shards.parse_index(place / INDEX, found)

@@ -10,7 +10,7 @@ from .._utils.aliases import refuse
 from . import likelihood
 from .config import EncoderConfig, Seq2SeqConfig
 from .decoder import DecoderState
-from .embedding import Embedding, check_position, check_tokens, initialize, reset_parameters
+from .embedding import Embedding, check_position, check_tokens, initialize, outputs_of, reset_parameters
 from .stacks import Stack, check_fits_in_memory
 
 
@@ -195,7 +195,7 @@ class Seq2Seq(nn.Module):
 
     def _outputs(self, x: Tensor) -> Tensor:
         # Always an nn.Embedding here; for vectors it would be an nn.Identity without a weight.
-        return F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else self.head(x)  # pyright: ignore[reportIndexIssue] (a Parameter)
+        return F.linear(x, self.embedding.tokens.weight[:-1]) if self.config.tied else outputs_of(self.head, x)  # pyright: ignore[reportIndexIssue] (a Parameter)
 
 
 def _encoder(config: Seq2SeqConfig) -> EncoderConfig:

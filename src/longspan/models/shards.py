@@ -6,6 +6,7 @@ that describe them are unpickled. Names begin with ``model.``, ``objective.`` or
 
 import contextlib
 import hashlib
+import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -21,10 +22,23 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-INDEX = ".metadata"
-# The modules whose classes describe tensors; torch itself has sizes and dtypes.
-DESCRIBING = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
-PLAIN = {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath"), ("pathlib", "Path")}
+# The classes and functions that describe tensors; torch itself has dtypes, too.
+DESCRIBING = {
+    "torch.distributed.checkpoint.metadata": (
+        "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+    ),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "pathlib": ("Path", "PosixPath", "WindowsPath"),
+}
 
 
 class _Unpickler(pickle.Unpickler):
@@ -32,29 +46,38 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """The class or dtype of this name."""
-        if module in DESCRIBING and "." not in name:
-            found = super().find_class(module, name)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
-        if (module, name) in PLAIN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+        dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if dtype or name in DESCRIBING.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{INDEX} contains {module}.{name}, which does not describe a tensor")
+        raise pickle.UnpicklingError(f"it contains {module}.{name}, which does not describe a tensor")
+
+
+def parse_index(path: Path, content: bytes) -> Metadata:
+    """The shapes, dtypes and places of all tensors, from the index, whose digest the caller has compared.
+
+    Raises ValueError for an index that is corrupt or foreign; code in it does not run.
+    """
+    try:
+        found = _Unpickler(io.BytesIO(content)).load()
+        if not isinstance(found, Metadata):
+            raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
+        shapes(found)
+    # A damaged pickle can raise any error.
+    except Exception as error:
+        raise ValueError(f"{path} is corrupt or foreign: {error}") from error
+    return found
 
 
 class Reader(FileSystemReader):
-    """Reads the index of a checkpoint without running code in it."""
+    """Reads the files of a checkpoint by an index that is parsed already."""
+
+    def __init__(self, folder: Path, index: Metadata):
+        super().__init__(folder)
+        self.index = index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The shapes, dtypes and places of all tensors."""
-        path = Path(self.path) / INDEX
-        try:
-            with path.open("rb") as file:
-                found = _Unpickler(file).load()
-            if not isinstance(found, Metadata):
-                raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
-        except (pickle.UnpicklingError, EOFError, AttributeError, ImportError, IndexError, TypeError) as error:
-            raise ValueError(f"{path} is corrupt or foreign: {error}") from error
-        return found
+        return self.index
 
 
 def write(tensors: Mapping[str, Tensor], folder: Path) -> None:
@@ -79,27 +102,27 @@ def write_async(tensors: Mapping[str, Tensor], folder: Path, group: dist.Process
     return wait
 
 
-def shapes(folder: Path) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Shape and dtype of each tensor. Raises ValueError for a corrupt index."""
-    found = Reader(folder).read_metadata().state_dict_metadata
-    return {name: (t.size, t.properties.dtype) for name, t in found.items() if isinstance(t, TensorStorageMetadata)}
+def shapes(index: Metadata) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    """Shape and dtype of each tensor."""
+    found = index.state_dict_metadata.items()
+    return {name: (t.size, t.properties.dtype) for name, t in found if isinstance(t, TensorStorageMetadata)}
 
 
-def read_into(tensors: Mapping[str, Tensor], folder: Path) -> None:
+def read_into(tensors: Mapping[str, Tensor], folder: Path, index: Metadata) -> None:
     """Fill tensors, sharded or not, with those of the same names; all processes call this together."""
     with _plain_errors("cannot read", folder):
-        load(dict(tensors), storage_reader=Reader(folder))
+        load(dict(tensors), storage_reader=Reader(folder, index))
 
 
-def read(folder: Path, prefix: str) -> dict[str, Tensor]:
+def read(folder: Path, index: Metadata, prefix: str) -> dict[str, Tensor]:
     """Read the whole tensors whose names begin with ``prefix``, in one process; the prefix is removed."""
-    found = {name: it for name, it in shapes(folder).items() if name.startswith(prefix)}
+    found = {name: it for name, it in shapes(index).items() if name.startswith(prefix)}
     tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in found.items()}
     if tensors:
         with warnings.catch_warnings(), _plain_errors("cannot read", folder):
             # One process alone, as meant.
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            load(tensors, storage_reader=Reader(folder), no_dist=True)
+            load(tensors, storage_reader=Reader(folder, index), no_dist=True)
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
 
 
@@ -114,8 +137,8 @@ def _plain_errors(what: str, folder: Path) -> Iterator[None]:
 
 
 def verify(folder: Path, files: Mapping[str, Any], rank: int = 0, world: int = 1) -> None:
-    """Compare every ``world``-th of the files with its digest. Raises ValueError for one that was changed."""
-    for name in [name for name in sorted(files) if name == INDEX or name.endswith(".distcp")][rank::world]:
+    """Compare every ``world``-th of the parts with its digest. Raises ValueError for one that was changed."""
+    for name in [name for name in sorted(files) if name.endswith(".distcp")][rank::world]:
         path = folder / name
         try:
             with path.open("rb") as file:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..speech import ctc
 from .config import TranscriberConfig
-from .embedding import Embedding
+from .embedding import Embedding, outputs_of
 from .stacks import Stack, check_fits_in_memory
 
 
@@ -113,7 +113,7 @@ class Transcriber(nn.Module):
             return self.head(x), tokens
         x, _ = self.embedding(x, mask=mask)
         x, _ = self.stack(x, mask=mask)
-        return self.head(x), tokens
+        return outputs_of(self.head, x), tokens
 
     def init_state(self, batch: int) -> TranscriberState:
         """Return the state before the first frame. Raises ValueError if the transcriber is not causal."""

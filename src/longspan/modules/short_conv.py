@@ -69,5 +69,5 @@ class ShortConvolution(nn.Module):
             y (B,N,channels) in the dtype of x, and the next state.
         """
         past = self.start(x.shape[0]) if state is None else state
-        options = {"activation": activation, "mask": mask, "segments": segments if x.shape[1] else None}
+        options = {"activation": activation, "mask": mask, "segments": segments}
         return convolve(x, self.weight, bias, past, donate=donate, **options)

@@ -36,7 +36,5 @@ def shift(
         joined = torch.cat([last.to(x.dtype), x], 1)
         # A copy: a view would keep all tokens in memory.
         return joined[:, :-1], joined[:, -1:].to(last.dtype, copy=True)
-    if not x.shape[1]:
-        return x, last
     weight = torch.tensor([1.0, 0.0], dtype=x.dtype, device=x.device).expand(x.shape[2], 2)
     return convolve(x, weight.contiguous(), None, last, mask=mask, segments=segments, donate=donate)

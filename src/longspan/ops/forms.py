@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .backends import choose_backend, log_backend, resolve_backend
-from .operands import transformed
+from .operands import in_onnx, transformed
 
 Result = tuple[Tensor, Tensor]  # the output and the state after it
 
@@ -35,6 +35,8 @@ class Forms(NamedTuple):
     """by backend: kernels in the order of preference, then ``torch`` and ``reference``"""
     exported: Callable[[Any], Result]
     """the operation that stands for all of them in an exported program"""
+    onnx: Callable[[Any], Result] | None = None
+    """writes the call into a graph of ONNX; None writes what ``exported`` does"""
     prefers_step: bool = False
     """whether the step in torch is faster for one token than whole sequences by kernels"""
 
@@ -56,6 +58,8 @@ def serve(forms: Forms, r: Any, donate: bool = False, declined: bool = False) ->
     Raises:
         ValueError: a forced backend cannot serve the call.
     """
+    if forms.onnx is not None and in_onnx():
+        return forms.onnx(r)
     if torch.compiler.is_exporting():
         return forms.exported(r)
     table = forms.table

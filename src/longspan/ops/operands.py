@@ -28,14 +28,20 @@ def zero_masked(mask: Tensor | None, *tensors: Tensor | None) -> Sequence[Any]:
     return [t if t is None else t.masked_fill(away if t.dim() == 4 else away[..., 0], 0.0) for t in tensors]
 
 
+def in_onnx() -> bool:
+    """Return whether ``torch.onnx.export`` makes its graph, which may contain only what ONNX has operators for."""
+    # Before torch 2.8 this cannot be known, and no operator of another domain can be written.
+    return torch.compiler.is_exporting() and hasattr(torch.onnx, "ops") and torch.onnx.is_in_onnx_export()
+
+
 def transformed() -> bool:
     """Return whether a transform of ``torch.func`` (grad, vjp, jvp, vmap) or ``torch.autograd.forward_ad`` is active.
 
     Transforms follow the operations of torch one by one, so only forms made of such operations may run. The tracing of
-    torch.compile does not count.
+    torch.compile does not count, that of torch.onnx.export does.
     """
     if torch.compiler.is_compiling():
-        return False
+        return in_onnx()
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue] (a part of torch._C without stubs)
 
 

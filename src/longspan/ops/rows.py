@@ -111,6 +111,9 @@ def cut(
     room = sizes if exact else 2 ** (sizes - 1).clamp(min=0).double().add(1).log2().ceil().long()
     flat = [x.flatten(0, 1)[token] for x in tensors]  # (T,...)
     out = like.new_zeros(batch * n, *like.shape[2:])
+    if not len(token):
+        # A batch that is all padding also needs a gradient, of zeros.
+        out = out + sum(x[:0].sum() for x in tensors)
     for length in room.unique().tolist():
         number = (room == length).nonzero()[:, 0]
         within = torch.arange(length, device=like.device)
@@ -202,7 +205,4 @@ def map_sequences(
     def clean(_: Tensor, x: Tensor) -> Tensor:
         return run(x, None, None)[0]
 
-    like = x[..., :width]
-    y = cut(clean, (x,), like, mask, segments, exact=not causal)
-    # A batch that is all padding also needs a gradient, of zeros.
-    return y + 0 * like, None
+    return cut(clean, (x,), x[..., :width], mask, segments, exact=not causal), None

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from .. import states
@@ -65,8 +66,8 @@ class Servable(Protocol):
             donate: Allow the state to be overwritten.
 
         Returns:
-            Outputs (B,N,size), of which a pool reads those of each row's last real token, and the next
-            ``DecoderState``.
+            Outputs (B,N,size), of which a pool reads those of each row's last real token, and those of all tokens for
+            ``score_prompt``; and the next ``DecoderState``.
         """
         ...
 
@@ -99,6 +100,11 @@ def servable(model: Any) -> Servable:
         f"a pool needs a Decoder, a LongspanForCausalLM, a causal language model of flash-linear-attention or "
         f"transformers, or a longspan.serving.Servable, not {type(model).__name__}"
     )
+
+
+def with_all_outputs(model: Servable) -> Servable:
+    """Return the model, so that it returns the outputs of all tokens that it reads, not of the last ones alone."""
+    return model.with_all_outputs() if isinstance(model, TransformersModel) else model
 
 
 class FlaModel:
@@ -188,6 +194,7 @@ class TransformersModel:
             raise ValueError(f"a pool cannot serve {type(model).__name__}: {reason}")
         given = inspect.signature(model.forward).parameters
         self._named = {name for name in ("position_ids", "attention_mask", "logits_to_keep") if name in given}
+        self._last = 1  # outputs that are computed; 0 for all
         self._cache = "state" if "state" in given else "cache"
         kind = model.config.model_type
         self._mapping: _Mapping = {"rwkv": _Rwkv, "xlstm": _Xlstm, "minimax": _MiniMax}.get(kind, _Dynamic)(model)
@@ -234,14 +241,20 @@ class TransformersModel:
             groups.setdefault((count, before), []).append(row)
         if len(groups) == 1:
             outputs, after = self._equal(tokens[:, : counts[0]], state if donate else states.clone(state))
-            return outputs.expand(-1, n, -1), after
+            return _widened(outputs, n), after
         found = [self._equal(tokens[rows, :count], states.select(state, rows)) for (count, _), rows in groups.items()]
         back = torch.tensor([row for rows in groups.values() for row in rows]).argsort()
-        outputs = torch.cat([one for one, _ in found])[back]
-        return outputs.expand(-1, n, -1), states.select(states.join([after for _, after in found]), back)
+        outputs = torch.cat([_widened(one, n) for one, _ in found])[back]
+        return outputs, states.select(states.join([after for _, after in found]), back)
+
+    def with_all_outputs(self) -> "TransformersModel":
+        """Return the same model, which returns the outputs of all tokens that it reads."""
+        found = copy.copy(self)
+        found._last = 0
+        return found
 
     def _equal(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
-        """Read the tokens (B,N) of rows at the same position -> the outputs (B,1,size) of the last ones, the state."""
+        """Read the tokens (B,N) of rows at the same position -> the outputs of the last or of all, the state."""
         before, n = int(state.position[0]), tokens.shape[1]
         if before:
             cache = self._mapping.cache(state.layers, state.position)
@@ -267,11 +280,18 @@ class TransformersModel:
         return outputs, DecoderState(lengths + 1, layers)
 
     def _forward(self, tokens: Tensor, cache: Any, places: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
-        """Call the model -> the outputs (B,1,size) of the last token, and the cache."""
-        given = {"position_ids": places.long(), "attention_mask": mask, "logits_to_keep": 1}
+        """Call the model -> the outputs (B,N,size) of the last token or of all, and the cache."""
+        given = {"position_ids": places.long(), "attention_mask": mask, "logits_to_keep": self._last}
         options = {name: value for name, value in given.items() if name in self._named}
         found = self.model(tokens, use_cache=True, **{self._cache: cache}, **options)
-        return found.logits[:, -1:], found.get(self._cache) if cache is None else cache
+        return found.logits[:, -self._last :], found.get(self._cache) if cache is None else cache
+
+
+def _widened(outputs: Tensor, n: int) -> Tensor:
+    """Return outputs (B,N,size) for ``n`` tokens: those of the last one for each, or all and zeros after them."""
+    if outputs.shape[1] == 1:
+        return outputs.expand(-1, n, -1)
+    return F.pad(outputs, (0, 0, 0, n - outputs.shape[1]))
 
 
 def why_not(model: Any) -> str:

@@ -1,12 +1,19 @@
-"""Connections with bounds: slow and malicious clients neither stay nor take memory."""
+"""Connections with bounds: slow and malicious clients neither stay nor take memory or files."""
 
 import asyncio
-from typing import Any, ClassVar, Protocol
+import contextlib
+import errno
+import os
+import socket
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 RATE = 1000  # bytes per second that a client must read at least, once the buffers of both sides are full
+BACKLOG = 2048  # connections that wait to be accepted, at most
+ROUNDS = 4  # turns of the event loop from accepting a connection to closing it; each may accept a backlog
+SPARE = 64  # files that the server opens besides connections
 BUSY = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b"content-length: 102\r\n\r\n"
@@ -102,3 +109,95 @@ class Connection(H11Protocol):
 def protocol(bounds: Bounds) -> type[Connection]:
     """Return the class of connections for ``uvicorn.Config(http=...)``."""
     return type("Connection", (Connection,), {"bounds": bounds})
+
+
+class Files(NamedTuple):
+    """How many connections the limit of open files leaves."""
+
+    connections: int
+    """connections that are served"""
+    backlog: int
+    """connections that are accepted together"""
+
+
+def affordable(wanted: int) -> Files:
+    """Return how many connections this process can have, after raising its limit of open files as far as they need.
+
+    Args:
+        wanted: The connections to serve.
+    """
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return Files(wanted, BACKLOG)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (1 << 30 if one == resource.RLIM_INFINITY else one for one in limits)
+    used = SPARE + _open_files()
+    needed = min(hard, used + wanted + ROUNDS * BACKLOG)
+    # Some systems have a lower limit than they report.
+    with contextlib.suppress(OSError, ValueError):
+        if soft < needed:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (needed, limits[1]))
+            soft = needed
+    free = max(0, soft - used)
+    backlog = min(BACKLOG, max(1, (free - wanted) // ROUNDS, free // (4 * ROUNDS)))
+    return Files(max(1, min(wanted, free - ROUNDS * backlog)), backlog)
+
+
+def _open_files() -> int:
+    """The number of files that this process has open; a guess where the system does not tell."""
+    with contextlib.suppress(OSError):
+        return len(os.listdir("/dev/fd"))
+    return 64
+
+
+def bound(host: str, port: int) -> list[socket.socket]:
+    """Return sockets that are bound to a host's addresses, which do not listen yet.
+
+    Args:
+        host: A name or an address of this machine.
+        port: A port; 0 takes a free one.
+
+    Raises:
+        ValueError: The host has no address of this machine, or the port is not free.
+    """
+    if not host:
+        raise ValueError("host='' must be a name or an address of this machine, such as 127.0.0.1; 0.0.0.0 is any")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"host {host!r} is not a name or an address: {getattr(error, 'strerror', error)}") from error
+    sockets: list[socket.socket] = []
+    try:
+        missing = OSError(errno.EADDRNOTAVAIL, "no address")
+        for family, _, _, _, address in found:
+            # All addresses of a host get the same port.
+            number = sockets[0].getsockname()[1] if sockets else port
+            try:
+                sockets.append(_bound_socket(family, (address[0], number, *address[2:])))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+                missing = error
+        if not sockets:
+            raise missing
+    except OSError as error:
+        for one in sockets:
+            one.close()
+        raise ValueError(f"cannot listen at {host!r}, port {port}: {error.strerror or error}") from error
+    return sockets
+
+
+def _bound_socket(family: int, address: Any) -> socket.socket:
+    """Return a socket that is bound to an address, with the options of ``asyncio``."""
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if os.name == "posix":
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            found.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        found.bind(address)
+    except BaseException:
+        found.close()
+        raise
+    return found

@@ -38,6 +38,8 @@ def load(source: str, stop: str = "") -> tuple[Any, Tokenized | Bytes | None]:
     folder = Path(source)
     config = _config(folder)
     kind = config["model_type"]
+    if not isinstance(kind, str):
+        raise ValueError(f"{source} has model_type {kind!r}, which must be a text")
     if kind == "longspan":
         return _of_longspan(folder, stop)
     from ..compat.fla import models as fla
@@ -60,7 +62,10 @@ def load(source: str, stop: str = "") -> tuple[Any, Tokenized | Bytes | None]:
     else:
         from transformers import AutoModelForCausalLM
 
-        model = AutoModelForCausalLM.from_pretrained(source)
+        from ..compat.transformers.loading import bounded, readable
+
+        with readable(source), bounded(folder):
+            model = AutoModelForCausalLM.from_pretrained(source)
         accelerate(model)
     found = ends(content, stop, _numbers(model.generation_config, config))
     return model.eval(), Tokenized(content, ends=found, special=True)
@@ -111,7 +116,7 @@ def _numbers(*configs: Any) -> list[int]:
 def _config(folder: Path) -> dict[str, Any]:
     try:
         found = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

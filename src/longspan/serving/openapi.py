@@ -12,6 +12,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 STATUSES = {
     "400": "The request is wrong; the message names the field.",
     "401": "The key is missing or wrong.",
+    "403": "The host is not served here, or a web page of this origin may not use the server.",
     "404": "Not served here.",
     "405": "The path has other methods.",
     "408": "The body did not arrive in time.",
@@ -65,7 +66,7 @@ def document(server: Any, free: tuple[str, ...]) -> JSON:
         "paths": paths,
         "components": {"schemas": {**_SCHEMAS, "Completion": _body(about), "NewSession": _body(begun)}},
     }
-    if server.api_key:
+    if server.access.api_key:
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
         found["security"] = [{"key": []}]
         for path in free:
@@ -102,13 +103,13 @@ def operation(
     Args:
         summary: What it does.
         responses: Its responses by status.
-        statuses: Those of ``STATUSES`` that it may return.
+        statuses: Those of ``STATUSES`` that it may return, besides 403.
         body: The schema of its body, None for none.
         names: The schemas of the names in its path.
     """
     found: JSON = {
         "summary": summary,
-        "responses": {**responses, **{status: content(ref("Error"), STATUSES[status]) for status in statuses}},
+        "responses": {**responses, **{name: content(ref("Error"), STATUSES[name]) for name in ("403", *statuses)}},
     }
     if names:
         found["parameters"] = [{"name": n, "in": "path", "required": True, "schema": s} for n, s in names.items()]
@@ -160,8 +161,8 @@ _LOGPROBS: JSON = {
         _object(
             {
                 "tokens": {"type": ["array", "null"], "items": {"type": "string"}},
-                "token_logprobs": {"type": ["array", "null"], "items": {"type": "number"}},
-                "top_logprobs": {"type": ["array", "null"], "items": {"type": "object"}},
+                "token_logprobs": {"type": ["array", "null"], "items": {"type": ["number", "null"]}},
+                "top_logprobs": {"type": ["array", "null"], "items": {"type": ["object", "null"]}},
                 "text_offset": {"type": ["array", "null"], "items": _COUNT},
             }
         ),

@@ -3,7 +3,7 @@
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
@@ -12,17 +12,20 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import states
+from .._utils.typecheck import as_int, check_type, format_value
 from ..generation.native_decoder import Engine
 from ..generation.sampling import afford_rows
 from ..models.decoder import Decoder, DecoderState
 from ..ops.backends import forced_backend
-from .adapters import servable
-from .prefix_cache import PrefixCache
+from ..states.utils import check_like, grow_capacity
+from .adapters import servable, with_all_outputs
+from .prefix_cache import Beginning, PrefixCache
 from .sampler import Sampling, sample
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 NATIVE = ("auto", "native")  # forced backends with which the decode engine runs
 COPIED = 1 << 27  # bytes of states that one reading of several prompts may copy
+SCORED = 1 << 27  # outputs of all tokens that one reading of several scored prompts may have
 
 
 class Full(Exception):
@@ -49,6 +52,10 @@ class Stream:
     """how many of the most likely tokens are recorded at each place"""
     top_log_probs: list[dict[int, float]] = field(default_factory=list)
     """for each place the ``top`` most likely tokens with their log-probabilities"""
+    prompt_log_probs: list[float | None] = field(default_factory=list)
+    """with ``score_prompt=True``, the log-probability of each token of the prompt; None where nothing precedes it"""
+    prompt_top_log_probs: list[dict[int, float] | None] = field(default_factory=list)
+    """for each of them the ``top`` most likely tokens, if ``top`` > 0"""
     finished: Reason | None = None
     """why the stream has ended, None while it has not"""
     error: str = ""
@@ -74,16 +81,35 @@ class _Reading:
     tokens: tuple[int, ...]  # the start token included, where the prompt begins a sequence
     state: DecoderState | None  # None until it is read, since many prompts may wait
     read: int = 0
-    cacheable: bool = True
     outputs: Tensor | None = None
+    beginning: Beginning | None = None  # the tokens read so far; None if no state of them may be cached
+    scored: bool = False
+
+    def score(self, model: Any, outputs: Tensor, piece: Sequence[int]) -> None:
+        """Record the log-probabilities of a piece of the prompt; its outputs (N,size) predict the token after each."""
+        first = self.streams[0]
+        top, values, tops = first.top, first.prompt_log_probs, first.prompt_top_log_probs
+        before = outputs[:-1] if self.outputs is None else torch.cat([self.outputs, outputs[:-1]])
+        scores = model.likelihood.log_probs(before)
+        if scores.isnan().any():
+            raise ValueError("the model's outputs are not numbers")
+        known = [None] * (len(piece) - len(before))
+        ids = torch.tensor(piece[len(known) :], device=scores.device)
+        values += [*known, *scores.gather(-1, ids[:, None])[:, 0].tolist()]
+        if top:
+            best = scores.topk(top)
+            rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+            tops += [*known, *(dict(zip(*row, strict=True)) for row in rows)]
+        if not self.read and len(self.tokens) > len(first.prompt):  # the start token is not part of the prompt
+            del values[:1], tops[:1]
 
 
 class Pool:
     """Continuous batching over a preallocated state.
 
     Live streams are rows 0 to n-1 of the state. A stream that ends leaves its row to the last one. Each call of
-    ``step`` reads a piece of the waiting prompts and draws one token for every live stream. ``submit`` and ``cancel``
-    may be called from any thread, ``step`` from one at a time.
+    ``step`` reads up to ``prefill`` tokens of the waiting prompts, which take turns, and draws one token for every live
+    stream. ``submit`` and ``cancel`` may be called from any thread, ``step`` from one at a time.
 
     If the native decoder supports the model, it runs the decode steps with a copy of the weights, made by the
     constructor.
@@ -98,7 +124,8 @@ class Pool:
         slots: Streams that run at the same time.
         queue: Streams that may wait for a slot.
         capacity: Tokens of a stream, prompt included; required for attentions whose state keeps every token.
-        prefill: Tokens of a prompt that are read per step, so that a long prompt does not stop the others.
+        prefill: Tokens of all prompts together that are read per step, so that long prompts do not stop the others. A
+            prompt is read in pieces of up to this size.
         prefix_bytes: Memory for states of prompts that were read before; 0 for none.
 
     Raises:
@@ -119,14 +146,16 @@ class Pool:
         model = servable(model)
         if model.training:
             raise ValueError("the model is in training mode; call model.eval()")
-        for name, value, least in (
-            ("slots", slots, 1),
-            ("queue", queue, 0),
-            ("capacity", capacity, 0),
-            ("prefill", prefill, 1),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value} must be at least {least}")
+        slots, queue, capacity, prefill, prefix_bytes = (
+            _at_least(least, name, value)
+            for name, value, least in (
+                ("slots", slots, 1),
+                ("queue", queue, 0),
+                ("capacity", capacity, 0),
+                ("prefill", prefill, 1),
+                ("prefix_bytes", prefix_bytes, 0),
+            )
+        )
         afford_rows(cast(Any, model), slots, capacity, f"the states of {slots} slots")
         self.model, self.slots, self.queue, self.capacity, self.prefill = model, slots, queue, capacity, prefill
         self.prefixes = PrefixCache(prefix_bytes)
@@ -185,37 +214,44 @@ class Pool:
         state: DecoderState | None = None,
         keep_state: bool = False,
         top: int = 0,
+        score_prompt: bool = False,
         listener: Callable[[Stream, int | None], None] | None = None,
     ) -> list[Stream]:
         """Queue a prompt.
 
         Args:
             prompt: Tokens, without the start token.
-            max_new_tokens: The most tokens to draw.
+            max_new_tokens: The most tokens to draw; 0 with ``score_prompt``.
             sampling: How to draw them, by default from the model's distribution with seed 0. Several draw several
                 streams from one reading of the prompt.
             stop: Tokens that end a stream.
-            state: The state of one row to continue, from an earlier stream; None begins a sequence.
+            state: The state of one row to continue, from an earlier stream; None begins a sequence. It is copied.
             keep_state: Keep each stream's state at its end.
             top: Record this many of the most likely tokens at each place.
-            listener: Called from ``step`` with each token of a stream, and with None at its end.
+            score_prompt: Record the log-probabilities of the prompt's tokens too. Such a prompt is read whole.
+            listener: Called from ``step`` with each token of a stream, and with None at its end. An error that it
+                raises ends its stream.
 
         Returns:
             The streams, one for each of ``sampling``.
 
         Raises:
-            ValueError: For tokens out of range, numbers out of range, or more tokens than ``capacity``.
+            ValueError: For tokens and numbers of another type or out of range, a state that is not one row of this
+                model, or more tokens than ``capacity``.
             Full: If the queue is full.
         """
-        given = tuple(map(int, prompt.flatten().tolist() if isinstance(prompt, Tensor) else prompt))
-        if odd := [token for token in (*given, *stop) if not 0 <= token < self.vocab]:
-            raise ValueError(f"token {odd[0]} is not among 0 to {self.vocab - 1}")
-        if not 0 <= top <= self.vocab:
+        given, ends = _tokens("prompt", prompt, self.vocab), frozenset(_tokens("stop", stop, self.vocab))
+        if (top := _at_least(0, "top", top)) > self.vocab:
             raise ValueError(f"top={top} must be a number of tokens from 0 to {self.vocab}")
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens={max_new_tokens} must be at least 1")
+        check_type("keep_state", keep_state, bool)
+        check_type("score_prompt", score_prompt, bool)
+        max_new_tokens = _at_least(0 if score_prompt and not keep_state else 1, "max_new_tokens", max_new_tokens)
+        if not (listener is None or callable(listener)):
+            raise ValueError(f"listener={format_value(listener)} must be a function of a stream and a token, or None")
         sampling = Sampling() if sampling is None else sampling
-        ways = [sampling] if isinstance(sampling, Sampling) else list(sampling)
+        ways = [sampling] if isinstance(sampling, Sampling) else sampling
+        if not isinstance(ways, Sequence) or not all(isinstance(way, Sampling) for way in ways):
+            raise ValueError(f"sampling={format_value(sampling)} must be a Sampling or a list of them")
         if not 1 <= len(ways) <= self.slots:
             raise ValueError(f"{len(ways)} streams of one prompt do not fit into {self.slots} slots")
         if state is not None and not given:
@@ -223,7 +259,7 @@ class Pool:
         start = () if self.model.start is None else (self.model.start,)
         if not given and not start:
             raise ValueError("this model has no start token; a prompt needs at least one token")
-        before = 0 if state is None else int(state.position[0])
+        before = 0 if state is None else self._tokens_read(state)
         # Limits of positions and of KV caches. A start token takes a place; the last token drawn is never read.
         needed = before + len(given) + max_new_tokens + (len(start) if state is None else 0) - 1
         for limit, what in (
@@ -235,14 +271,17 @@ class Pool:
                     f"{len(given)} tokens of prompt and {max_new_tokens} new ones need {needed} places, but {what} has "
                     f"{limit}"
                 )
-        streams = [
-            Stream(given, max_new_tokens, way, frozenset(stop), listener, keeps=keep_state, top=top) for way in ways
-        ]
+        streams = [Stream(given, max_new_tokens, way, ends, listener, keeps=keep_state, top=top) for way in ways]
         tokens = given if state is not None else (*start, *given)
         with torch.no_grad():
             # Of one kind, so that prompts after a state and others are read in one call.
             own = None if state is None else self._slotted(states.clone(state))
-        job = _Reading(streams, tokens, own, cacheable=state is None)
+        for stream in streams[1:]:
+            stream.prompt_log_probs = streams[0].prompt_log_probs
+            stream.prompt_top_log_probs = streams[0].prompt_top_log_probs
+        cacheable = state is None and self.prefixes.limit
+        beginning = Beginning() if cacheable else None
+        job = _Reading(streams, tokens, own, beginning=beginning, scored=score_prompt)
         with self._lock:
             if self.waiting + len(streams) > self.queue + max(0, self.slots - self.live):
                 raise Full(f"{self.waiting} streams wait for {self.slots} slots; try again later")
@@ -280,13 +319,16 @@ class Pool:
         while not self.idle:
             self.step()
 
-    def stream(self, prompt: Sequence[int] | Tensor = (), **options: Any) -> Iterator[int]:
+    def stream(
+        self, prompt: Sequence[int] | Tensor = (), *, sampling: Sampling | None = None, **options: Any
+    ) -> Iterator[int]:
         """Submit a prompt and yield its tokens; the other streams advance with it. Options as in ``submit``.
 
         Raises:
             RuntimeError: If the stream ends with an error.
         """
-        (found,) = self.submit(prompt, **options)
+        check_type("sampling", sampling, Sampling | None)
+        (found,) = self.submit(prompt, sampling=sampling, **options)
         given = 0
         try:
             while found.finished is None or given < len(found.tokens):
@@ -304,6 +346,17 @@ class Pool:
     def _positions(self) -> int:
         config: Any = getattr(self.model, "config", None)
         return config.length if getattr(config, "positions", "") == "learned" else 0
+
+    def _tokens_read(self, state: DecoderState) -> int:
+        """Return the number of tokens that a given state has read. Raises ValueError unless it is one row of ours."""
+        like = grow_capacity(self.model.init_state(1, 0))
+        try:
+            check_like(grow_capacity(state), like)
+        except ValueError as error:
+            raise ValueError(f"state does not fit this model: {error}") from error
+        if (rows := len(state.position)) != 1:
+            raise ValueError(f"state has {rows} rows; pass one of them, as longspan.states.select(state, [0])")
+        return int(state.position[0])
 
     def _reap(self) -> None:
         """Remove streams that were cancelled."""
@@ -326,17 +379,21 @@ class Pool:
             while self._waiting and taken + len(self._waiting[0].streams) <= self.slots:
                 job = self._waiting[0]
                 taken += len(job.streams)
-                if job.cacheable and self.prefixes.limit and (known := self.prefixes.find(job.tokens)) is not None:
+                known = None if job.beginning is None or job.scored else self.prefixes.find(job.tokens)
+                if known is not None and job.beginning is not None:
                     job.read, job.state, job.outputs = known
+                    job.beginning.extend(job.tokens[: job.read])
                     for stream in job.streams:
                         stream.cached = job.read
                 self._reading.append(self._waiting.popleft())
 
     def _read(self) -> None:
-        """Read the next piece of each prompt, many of them in one call, and begin the streams of those that end."""
-        jobs = [job for job in self._reading if job.read < len(job.tokens)]
-        for i in range(0, len(jobs), self._together):
-            for job, error in self._read_pieces(jobs[i : i + self._together]):
+        """Read the next pieces of prompts, many of them in one call, and begin the streams of those that end."""
+        jobs, together = self._next_jobs(), self._together
+        if any(job.scored for job in jobs):  # outputs of all tokens take memory
+            together = min(together, max(1, SCORED // (self.prefill * self.vocab)))
+        for i in range(0, len(jobs), together):
+            for job, error in self._read_pieces(jobs[i : i + together]):
                 self._finish_reading(job)
                 self._fail(job, error)
         for job in [job for job in self._reading if job.read == len(job.tokens)]:
@@ -345,6 +402,25 @@ class Pool:
                 self._begin(job)
             except Exception as error:
                 self._fail(job, error)
+
+    def _next_jobs(self) -> list[_Reading]:
+        """Return the prompts whose next pieces are read in this step, and let the others come before them in the next.
+
+        Their pieces, with padding, have up to ``prefill`` tokens together. So the time of a step does not depend on the
+        number of prompts.
+        """
+        jobs: list[_Reading] = []
+        width = 0
+        for job in self._reading:
+            if size := min(self.prefill, len(job.tokens) - job.read):
+                width = max(width, size)
+                if (len(jobs) + 1) * width > self.prefill:
+                    break
+                jobs.append(job)
+        chosen = set(jobs)
+        with self._lock:
+            self._reading = [*(job for job in self._reading if job not in chosen), *jobs]
+        return jobs
 
     def _finish_reading(self, job: _Reading) -> None:
         with self._lock:
@@ -375,17 +451,25 @@ class Pool:
             lengths = torch.tensor([[len(piece)] for piece in pieces], device=self.model.device)
             mask = torch.arange(width, device=self.model.device) < lengths
         joined = jobs[0].state if len(jobs) == 1 else states.join([job.state for job in jobs])
-        outputs, after = self.model(tokens, joined, mask=mask, donate=True)
+        model: Any = with_all_outputs(self.model) if any(job.scored for job in jobs) else self.model
+        outputs, after = model(tokens, joined, mask=mask, donate=True)
         for i, (job, piece) in enumerate(zip(jobs, pieces, strict=True)):
+            if job.scored:
+                job.score(self.model, outputs[i, : len(piece)], piece)
             job.state = after if len(jobs) == 1 else states.select(after, [i])
             job.outputs = last = outputs[i : i + 1, len(piece) - 1].clone()
             job.read += len(piece)
-            if job.cacheable and self.prefixes.limit:
-                self.prefixes.keep(job.tokens[: job.read], job.state, last)
+            if job.beginning is not None:
+                job.beginning.extend(piece)
+                self.prefixes.keep(job.beginning, job.state, last)
 
     def _begin(self, job: _Reading) -> None:
         assert job.outputs is not None
         assert job.state is not None
+        if not job.streams[0].max_new_tokens:
+            for stream in job.streams:
+                self._end(stream, "length")
+            return
         first = job.outputs.expand(len(job.streams), -1)
         for stream, found in zip(job.streams, self._drawn(first, job.streams), strict=True):
             token, reason, error = self._emit(stream, found)
@@ -477,8 +561,8 @@ class Pool:
         stream.log_probs.append(value)
         if stream.top:
             stream.top_log_probs.append(top)
-        if stream.listener is not None:
-            stream.listener(stream, token)
+        if error := self._tell(stream, token):
+            return token, "error", error
         if token in stream.stop:
             return token, "stop", ""
         return token, "length" if len(stream.tokens) == stream.max_new_tokens else None, ""
@@ -486,8 +570,17 @@ class Pool:
     def _end(self, stream: Stream, reason: Reason, error: str = "") -> None:
         if stream.finished is None:
             stream.finished, stream.error = reason, error
+            if (error := self._tell(stream, None)) and reason != "error":
+                stream.finished, stream.error = "error", error
+
+    def _tell(self, stream: Stream, token: int | None) -> str:
+        """Call the listener of a stream -> what it raised, which is no business of other streams."""
+        try:
             if stream.listener is not None:
-                stream.listener(stream, None)
+                stream.listener(stream, token)
+        except Exception as error:
+            return f"the listener raised {_told(error)}"
+        return ""
 
     def _leave(self, row: int, reason: Reason, error: str = "") -> None:
         """Free a row: the last one takes its place."""
@@ -509,6 +602,34 @@ class Pool:
         for stream in job.streams:
             if stream not in self.rows:
                 self._end(stream, "error", _told(error))
+
+
+def _at_least(least: int, name: str, value: Any) -> int:
+    """Return a whole number. Raises ValueError if it is none, or below ``least``."""
+    if (number := as_int(name, value)) < least:
+        raise ValueError(f"{name}={number} must be at least {least}")
+    return number
+
+
+def _tokens(name: str, given: Any, vocab: int) -> tuple[int, ...]:
+    """Return tokens as ints; a million of them take milliseconds. Raises ValueError for what are no tokens."""
+    if isinstance(given, Tensor):
+        if given.dtype == torch.bool or given.is_floating_point() or given.is_complex():
+            raise ValueError(f"{name} must be whole numbers, not {given.dtype}")
+        if given.dim() != 1 and (given.dim() != 2 or len(given) != 1):
+            raise ValueError(f"{name} must be (N,) or (1, N), not {tuple(given.shape)}; each prompt is its own stream")
+        given = given.flatten().tolist()
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ValueError(
+            f"{name} must be a list of tokens, not {format_value(given)}; the tokens of a model of bytes are those of "
+            f"text.encode()"
+        )
+    found = tuple(given)
+    if not set(map(type, found)) <= {int}:
+        found = tuple(as_int(f"a token of {name}", token) for token in found)
+    if odd := [token for token in set(found) if not 0 <= token < vocab]:
+        raise ValueError(f"token {odd[0]} is not among 0 to {vocab - 1}")
+    return found
 
 
 def _told(error: Exception) -> str:

@@ -22,6 +22,28 @@ class Snapshot:
     nbytes: int
 
 
+class Beginning:
+    """The first tokens of a prompt as their number and their digest, which grows with each piece.
+
+    Args:
+        tokens: The tokens so far.
+    """
+
+    def __init__(self, tokens: Sequence[int] = ()):
+        self._length, self._digest = 0, hashlib.sha256()
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add the next tokens."""
+        self._length += len(tokens)
+        self._digest.update(array("q", tokens).tobytes())
+
+    @property
+    def key(self) -> tuple[int, bytes]:
+        """The number of tokens and their sha256."""
+        return self._length, self._digest.digest()
+
+
 class PrefixCache:
     """Keeps states by the exact tokens that led to them, and forgets the least recently used.
 
@@ -54,12 +76,11 @@ class PrefixCache:
             The number of tokens read, a copy of the state (one row) and of the outputs (1,size) after them; None if no
             beginning is known.
         """
-        given, digest, read = array("q", tokens), hashlib.sha256(), 0
-        best = None
-        for length in sorted({length for length, _ in self._kept if length <= len(given)}):
-            digest.update(given[read:length].tobytes())
+        beginning, read, best = Beginning(), 0, None
+        for length in sorted({length for length, _ in self._kept if length <= len(tokens)}):
+            beginning.extend(tokens[read:length])
             read = length
-            if (key := (length, digest.digest())) in self._kept:
+            if (key := beginning.key) in self._kept:
                 best = key
         if best is None:
             self.misses += 1
@@ -69,12 +90,15 @@ class PrefixCache:
         found = self._kept[best]
         return best[0], states.clone(found.state), found.outputs.clone()
 
-    def keep(self, tokens: Sequence[int], state: Any, outputs: Tensor) -> None:
-        """Keep a copy of the state (one row) and the outputs (1,size) after ``tokens``."""
+    def keep(self, tokens: Sequence[int] | Beginning, state: Any, outputs: Tensor) -> None:
+        """Keep a copy of the state (one row) and the outputs (1,size) after ``tokens``.
+
+        A long prompt that is read in pieces passes a ``Beginning``, so that no token is hashed twice.
+        """
         size = states.nbytes(state) + outputs.nbytes
         if size > self.limit:
             return
-        key = len(tokens), hashlib.sha256(array("q", tokens).tobytes()).digest()
+        key = (tokens if isinstance(tokens, Beginning) else Beginning(tokens)).key
         if key in self._kept:
             self._kept.move_to_end(key)
             return

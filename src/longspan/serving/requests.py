@@ -15,13 +15,19 @@ MOST_STOP_CHARACTERS = 1024
 MOST_TOP = 20
 MOST_CHOICES = 64
 MOST_PROMPTS = 128
+MOST_SCORES = 1 << 18  # log-probabilities of prompts in one response
 
 _ID: dict[str, Any] = {"type": ["string", "null"], "pattern": f"^{ID.pattern}$"}
 # Each field of a body as JSON Schema. ``completion`` checks these bounds, and ``openapi`` describes them.
 FIELDS: dict[str, dict[str, Any]] = {
     "model": {"type": "string", "description": "The served model's name."},
     "prompt": {"description": "A text, a list of tokens, or a list of either."},
-    "max_tokens": {"type": ["integer", "null"], "default": 16, "minimum": 1, "description": "The most tokens to draw."},
+    "max_tokens": {
+        "type": ["integer", "null"],
+        "default": 16,
+        "minimum": 0,
+        "description": "The most tokens to draw; 0 requires echo.",
+    },
     "temperature": {"type": ["number", "null"], "default": 1.0, "minimum": 0.0, "maximum": 100.0},
     "top_p": {"type": ["number", "null"], "default": 1.0, "minimum": 1e-9, "maximum": 1.0},
     "top_k": {
@@ -62,19 +68,23 @@ FIELDS: dict[str, dict[str, Any]] = {
         "default": None,
         "minimum": 0,
         "maximum": MOST_TOP,
-        "description": "Return the log-probability of each token and of this many of the most likely ones.",
+        "description": "Return the log-probability of each token and of this many of the most likely ones; with echo, "
+        "those of the prompt too.",
     },
     "echo": {"type": ["boolean", "null"], "default": False, "description": "Return the prompt before the completion."},
     "stream": {"type": ["boolean", "null"], "default": False, "description": "Return server-sent events."},
     "stream_options": {
         "type": ["object", "null"],
-        "properties": {"include_usage": {"type": ["boolean", "null"], "default": False}},
+        "properties": {
+            "include_usage": {"type": ["boolean", "null"], "default": False},
+            "include_obfuscation": {"enum": [None, False]},
+        },
         "additionalProperties": False,
     },
     "user": {"type": ["string", "null"], "description": "The client's name for its user, which changes nothing."},
     "session": {**_ID, "description": "The session that the completion continues; it takes one prompt and n=1."},
-    # Fields of OpenAI's interface that are accepted with the value that has no effect.
-    "best_of": {"enum": [None]},
+    # Fields of OpenAI's interface that are accepted with the values that have no effect.
+    "best_of": {"type": ["integer", "null"], "description": "Accepted where it equals n."},
     "frequency_penalty": {"enum": [None, 0]},
     "logit_bias": {"enum": [None, {}]},
     "presence_penalty": {"enum": [None, 0]},
@@ -146,6 +156,11 @@ class Completion:
     later: tuple[int, ...] = ()
     """the prompt's tokens in a session that has others: without first special tokens"""
 
+    @property
+    def scores(self) -> bool:
+        """Whether the log-probabilities of the prompts are computed."""
+        return self.echo and (self.logprobs is not None or self.max_tokens == 0)
+
     def ways(self, index: int) -> list[Sampling]:
         """Return the options of each choice of a prompt; choices differ in their seed."""
         base = self.sampling
@@ -173,10 +188,7 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, most: int) -> C
     """
     known = fields(model=model, text=codec is not None, vocab=vocab, most=most)
     _known(body, known, model)
-    for name, schema in known.items():
-        value = body.get(name)
-        if "enum" in schema and (isinstance(value, bool) or value not in schema["enum"]):
-            raise Wrong(f"{name}={_shown(value)} is not supported; leave it out", name)
+    _neutral(body, known)
     if not isinstance(body.get("user"), str | None):
         raise Wrong(f"user={_shown(body['user'])} must be a string", "user")
     numbers = {name: _number(body, name, known[name]) for name in known if "minimum" in known[name]}
@@ -186,14 +198,19 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, most: int) -> C
         raise Wrong(
             f"stream_options={_shown(options)} must be an object with {', '.join(allowed)} only", "stream_options"
         )
-    seed, given = numbers["seed"], body.get("prompt", known["prompt"]["default"])
+    _neutral(options, allowed)
+    if (best := body.get("best_of")) is not None and not (_is_integer(best) and best == numbers["n"]):
+        raise Wrong(f"best_of={_shown(best)} is not supported beside n={numbers['n']}; leave it out", "best_of")
+    echo, seed, given = _flag(body, "echo"), numbers["seed"], body.get("prompt", known["prompt"]["default"])
     prompts, session, later = _prompts(given, codec, vocab), body.get("session"), []
     if session is not None:
         if numbers["n"] != 1 or len(prompts) != 1:
             raise Wrong(f"a session takes one prompt and n=1, not {len(prompts)} and n={numbers['n']}", "session")
         session = session_id(session, "session")
         (later,) = _prompts(given, codec, vocab, more=True)
-    return Completion(
+    if numbers["max_tokens"] == 0 and (not echo or session is not None):
+        raise Wrong("max_tokens=0 must be at least 1; 0 requires echo=true and no session", "max_tokens")
+    found = Completion(
         prompts,
         numbers["max_tokens"],
         Sampling(
@@ -205,12 +222,16 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, most: int) -> C
         numbers["n"],
         _stops(body.get("stop"), codec),
         numbers["logprobs"],
-        _flag(body, "echo"),
+        echo,
         _flag(body, "stream"),
         _flag(options, "include_usage"),
         session or "",
         tuple(later),
     )
+    count = sum(map(len, prompts)) * found.n * (1 + (found.logprobs or 0))
+    if found.scores and count > MOST_SCORES:
+        raise Wrong(f"echo with logprobs would return {count} log-probabilities; the most are {MOST_SCORES}", "prompt")
+    return found
 
 
 @dataclass(frozen=True)
@@ -247,8 +268,9 @@ def _known(body: Any, names: Iterable[str], model: str) -> None:
     if not isinstance(body, dict):
         raise Wrong(f"the body must be a JSON object, not {type(body).__name__}")
     names = list(names)
-    if unknown := sorted(body.keys() - set(names)):
-        raise Wrong(f"unknown field {_shown(unknown[0])}; known are {', '.join(names)}", unknown[0])
+    if unknown := body.keys() - set(names):
+        first = min(unknown)
+        raise Wrong(f"unknown field {_shown(first)}; known are {', '.join(names)}", first)
     if body.get("model", model) != model:
         raise Wrong(
             f"model {_shown(body['model'])} is not served here; this server has {model!r}",
@@ -275,10 +297,20 @@ def parsed(data: bytes | bytearray) -> Any:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in found if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise Wrong(f"the body has {_shown(twice)} more than once", twice)
     return found
+
+
+def _neutral(given: dict[str, Any], known: dict[str, dict[str, Any]]) -> None:
+    """Raise Wrong for a value that would have an effect, of a field that has none here."""
+    for name, schema in known.items():
+        value = given.get(name)
+        if "enum" in schema and not any(
+            value is one or (value == one and type(value) is not bool) for one in schema["enum"]
+        ):
+            raise Wrong(f"{name}={_shown(value)} is not supported; leave it out", name)
 
 
 def _no_number(name: str) -> Any:
@@ -331,6 +363,8 @@ def _prompts(given: Any, codec: Any, vocab: int, more: bool = False) -> list[lis
                 found.append(codec.encode_more(one) if more else codec.encode(one))
             except UnicodeEncodeError as error:
                 raise Wrong(f"prompt is not valid Unicode: {error.reason}", "prompt") from error
+            except ValueError as error:
+                raise Wrong(f"prompt cannot be encoded: {error}", "prompt") from error
         elif isinstance(one, list) and all(map(_is_integer, one)):
             if odd := [token for token in one if not 0 <= token < vocab]:
                 raise Wrong(f"token {_shown(odd[0])} is not among 0 to {vocab - 1}", "prompt")

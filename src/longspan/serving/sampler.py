@@ -113,7 +113,7 @@ def _among_all(scores: Tensor, rows: Sequence[Sampling], positions: Tensor) -> T
     if all(row.temperature == 1 for row in rows):
         shares = scores.softmax(-1)
     else:
-        shares = (scores / _column([row.temperature or 1.0 for row in rows], scores)).softmax(-1)
+        shares = _shares(scores, [row.temperature or 1.0 for row in rows])
     drawn = _drawn(shares, rows, positions)
     greedy = [row.temperature == 0 for row in rows]
     return torch.where(torch.tensor(greedy, device=scores.device), scores.argmax(-1), drawn) if any(greedy) else drawn
@@ -125,11 +125,16 @@ def _among_likely(scores: Tensor, rows: Sequence[Sampling], positions: Tensor) -
     top_k = torch.tensor([[row.top_k or levels] for row in rows], device=scores.device)
     ordered, tokens = scores.sort(dim=-1, descending=True, stable=True)
     dropped = torch.arange(levels, device=scores.device) >= top_k
-    temperature = _column([row.temperature for row in rows], scores)
-    shares = (ordered / temperature).masked_fill(dropped, -math.inf).softmax(-1)
+    shares = _shares(ordered.masked_fill(dropped, -math.inf), [row.temperature for row in rows])
     # A token is kept while the mass before it is below top_p.
     shares = shares.masked_fill(shares.cumsum(-1) - shares >= _column([row.top_p for row in rows], scores), 0.0)
     return tokens.gather(-1, _drawn(shares, rows, positions)[:, None])[:, 0]
+
+
+def _shares(scores: Tensor, temperatures: Sequence[float]) -> Tensor:
+    """Return the probabilities (B,V) at each row's temperature, which is above 0."""
+    # The best score is 0, so that no quotient of it overflows.
+    return ((scores - scores.amax(-1, keepdim=True)) / _column(temperatures, scores)).softmax(-1)
 
 
 def _drawn(shares: Tensor, rows: Sequence[Sampling], positions: Tensor) -> Tensor:
@@ -141,4 +146,6 @@ def _drawn(shares: Tensor, rows: Sequence[Sampling], positions: Tensor) -> Tenso
 
 
 def _column(values: Sequence[float], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None]
+    """Return positive numbers as a column, at least the smallest normal one: a processor may read smaller ones as 0."""
+    column = torch.tensor([float(value) for value in values], dtype=like.dtype, device=like.device)[:, None]
+    return column.clamp(min=torch.finfo(like.dtype).tiny)

@@ -2,33 +2,35 @@
 
 import asyncio
 import contextlib
-import hmac
+import functools
 import json
 import time
 import uuid
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from .. import states
 from . import openapi, page
+from .guard import Access, Guard, error_body, refused
 from .pool import Full, Pool, Stream
 from .requests import Completion, Wrong, completion, parsed
 from .sessions import SessionError, Sessions
-from .text import Stops, decoded
+from .text import Stops
 from .turns import SessionRoutes, Turn, refusal, while_connected
 from .worker import Worker
 
 PING = 15.0  # seconds without a token after which a comment keeps the connection open
-RETRY = 1  # seconds that a refused client is asked to wait
+SHORT = 1 << 12  # bytes or tokens that the event loop reads itself; more go to a thread
 LEAST = -9999.0  # the log-probability of impossible tokens, since JSON has no infinity
 
 
@@ -84,11 +86,13 @@ class _Choice:
     finish: str | None = None
     seen: int = 0
     parts: list[str] = field(default_factory=list)
+    echoed: bool = False
     turn: Turn | None = None
     error: Wrong | None = None
 
 
 _Piece = tuple[_Choice, dict[str, Any]]
+T = TypeVar("T")
 
 
 class Server:
@@ -98,7 +102,7 @@ class Server:
         pool: The pool of the model.
         name: The model's name in requests.
         codec: Text to tokens and back, such as ``text.Bytes``; None for a model without text.
-        api_key: Requests need the header ``Authorization: Bearer KEY``; "" for none.
+        access: Who may use it; by default everyone who reaches it, except for web pages of another origin.
         limits: What one client may use.
         grid: The shape of the images of a model of pixels, (height, width) or (height, width, 3); () for other models.
         playground: Serve a page for trying the model at ``/``.
@@ -111,13 +115,13 @@ class Server:
         *,
         name: str,
         codec: Any = None,
-        api_key: str = "",
+        access: Access | None = None,
         limits: Limits | None = None,
         grid: tuple[int, ...] = (),
         playground: bool = True,
         sessions: Sessions | None = None,
     ):
-        self.pool, self.name, self.codec, self.api_key, self.grid = pool, name, codec, api_key, grid
+        self.pool, self.name, self.codec, self.access, self.grid = pool, name, codec, access or Access(), grid
         self.limits = limits or Limits()
         self.worker = Worker(pool)
         self.sessions = Sessions(pool) if sessions is None else sessions
@@ -126,6 +130,8 @@ class Server:
         self.outbox: deque[tuple[dict[int, asyncio.Queue], Stream, int | None, int]] = deque()
         self.woken = False  # whether the event loop will look into the outbox
         self.closing = False
+        self.threads = ThreadPoolExecutor(2, "longspan-reading")
+        self.token_name: Callable[[int], str] = functools.cache(codec.name if codec else str)
         self.turns = SessionRoutes(
             self.sessions, self.worker, model=name, codec=codec, body=self._body, accept=self._accept
         )
@@ -150,7 +156,7 @@ class Server:
         self.routes = routes
         application = Starlette(routes=routes, exception_handlers=handlers)  # pyright: ignore[reportArgumentType] (handlers of a subclass)
         application.router.redirect_slashes = False  # a redirect would name the host that the client claims
-        self.app: ASGIApp = Guard(application, self)
+        self.app = Guard(application, self.access, slow=self.limits.slow, count=self._count)
 
     def close(self) -> None:
         """Stop the model's thread; streams end as cancelled."""
@@ -158,22 +164,19 @@ class Server:
         for stream in [*self.pool.rows]:
             self.worker.cancel(stream)
         self.worker.close()
+        self.threads.shutdown(wait=False, cancel_futures=True)
         self.sessions.close()
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         began = time.monotonic()
-        asked = completion(
-            await self._body(request),
-            model=self.name,
-            codec=self.codec,
-            vocab=self.pool.vocab,
-            most=self.limits.tokens,
-        )
+        about = {"model": self.name, "codec": self.codec, "vocab": self.pool.vocab, "most": self.limits.tokens}
+        asked = await self._body(request, lambda body: completion(body, **about))
         self._accept()
         if (turn := await self.turns.begin(request, asked)) is not None:
             asked = replace(asked, prompts=[turn.prompt])
-        choices = self._submit(asked, turn)
+        loop, size = asyncio.get_running_loop(), sum(map(len, asked.prompts))
+        choices = await self._aside(size, lambda: self._submit(asked, turn, loop))
         about = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -182,7 +185,7 @@ class Server:
         }
         if asked.stream:
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-            self.metrics.requests.labels("200").inc()
+            self._count(200)
             events = self._events(asked, choices, about, began)
             return Events(events, lambda: self._drop(choices), media_type="text/event-stream", headers=headers)
         try:
@@ -191,7 +194,7 @@ class Server:
             self._drop(choices)
         if failed := next((choice.error for choice in choices if choice.error is not None), None):
             raise failed
-        self.metrics.requests.labels("200").inc()
+        self._count(200)
         return JSONResponse({**about, "choices": found, "usage": self._usage(asked, choices)})
 
     async def models(self, request: Request) -> Response:
@@ -223,7 +226,7 @@ class Server:
 
     async def wrong(self, request: Request, error: Wrong) -> Response:
         """Return an error in OpenAI's form."""
-        self.metrics.requests.labels(str(error.status)).inc()
+        self._count(error.status)
         return refused(error)
 
     async def not_found(self, request: Request, error: Any) -> Response:
@@ -235,12 +238,16 @@ class Server:
 
     async def gone(self, request: Request, error: ClientDisconnect) -> Response:
         """Count a client that hung up before its answer, as status 499."""
-        self.metrics.requests.labels("499").inc()
+        self._count(499)
         return Response(status_code=499)
 
     async def broken(self, request: Request, error: Exception) -> Response:
         """Return 500 in OpenAI's form; the error itself is in the log."""
         return await self.wrong(request, Wrong("the server failed", status=500, code="internal_error"))
+
+    def _count(self, status: int) -> None:
+        """Count a request in the metrics."""
+        self.metrics.requests.labels(str(status)).inc()
 
     def _accept(self) -> None:
         """Raise Wrong while the server accepts no work."""
@@ -249,12 +256,19 @@ class Server:
         if not self.worker.running:
             raise Wrong("the model's thread has ended; restart the server", status=503, code="model_error")
 
-    async def _body(self, request: Request) -> Any:
-        """Return the parsed body, read up to the limit."""
-        kind = request.headers.get("content-type", "application/json")
+    async def _aside(self, size: int, work: Callable[[], T]) -> T:
+        """Return the result of work on so many bytes or tokens, which a thread does where it takes long."""
+        return work() if size <= SHORT else await asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+    async def _body(self, request: Request, check: Callable[[Any], T]) -> T:
+        """Return the body, read up to the limit, parsed and checked."""
+        # A web page may send bodies of other types, and of none, to any server without asking it.
+        kind = request.headers.get("content-type", "")
         if kind.partition(";")[0].strip().lower() != "application/json":
             raise Wrong(
-                f"content-type {kind!r} is not read; send application/json", status=415, code="unsupported_media_type"
+                f"content-type {kind[:100]!r} is not read; send application/json",
+                status=415,
+                code="unsupported_media_type",
             )
         data = bytearray()
         try:
@@ -266,10 +280,9 @@ class Server:
         except TimeoutError:
             text = f"the body did not arrive within {self.limits.slow:g} seconds"
             raise Wrong(text, status=408, code="timeout") from None
-        return parsed(data)
+        return await self._aside(len(data), lambda: check(parsed(data)))
 
-    def _submit(self, asked: Completion, turn: Turn | None) -> list[_Choice]:
-        loop = asyncio.get_running_loop()
+    def _submit(self, asked: Completion, turn: Turn | None, loop: asyncio.AbstractEventLoop) -> list[_Choice]:
         choices: list[_Choice] = []
         if (total := len(asked.prompts) * asked.n) > self.pool.slots + self.pool.queue:
             raise Wrong(
@@ -296,11 +309,11 @@ class Server:
                     sampling=asked.ways(i),
                     stop=self.codec.ends if self.codec else (),
                     top=asked.logprobs or 0,
+                    score_prompt=asked.scores,
                     listener=listener,
                 )
                 for stream in streams:
-                    queue: asyncio.Queue = asyncio.Queue()
-                    queues[id(stream)] = queue
+                    queue = queues.setdefault(id(stream), asyncio.Queue())
                     decoding = self.codec.decoder() if self.codec else None
                     choices.append(_Choice(len(choices), stream, queue, decoding, Stops(asked.stop), turn=turn))
         except Exception as error:
@@ -321,7 +334,11 @@ class Server:
 
     async def _taken(self, asked: Completion, choice: _Choice, token: int | None) -> dict[str, Any]:
         """Return the piece of a choice that a token, or its end, makes."""
-        place = choice.seen
+        place, echo = choice.seen, None
+        if asked.echo and not choice.echoed:
+            choice.echoed = True
+            prompt = asked.prompts[choice.index // asked.n]
+            echo = await self._aside(len(prompt), lambda: self._echo(asked, choice, prompt))
         if token is None:
             reason = choice.stream.finished
             text = "" if choice.decoding is None else choice.stops.add(choice.decoding.end()) + choice.stops.end()
@@ -338,7 +355,8 @@ class Server:
         choice.parts.append(text)
         if choice.turn is not None and choice.finish is not None:
             await self._finish(choice, choice.turn)
-        return self._piece(asked, choice, text, [] if token is None else [token], place)
+        piece = self._piece(asked, choice, text, [] if token is None else [token], place)
+        return piece if echo is None else _joined([echo, piece])
 
     async def _finish(self, choice: _Choice, turn: Turn) -> None:
         """Save the session of a turn that has ended, before its client learns of the end."""
@@ -357,16 +375,24 @@ class Server:
         if self.codec is None:
             found["tokens"] = tokens
         if asked.logprobs is not None:
-            stream, name = choice.stream, self.codec.name if self.codec else str
-            tops = [stream.top_log_probs[place + i] for i in range(len(tokens))] if asked.logprobs else []
-            found["logprobs"] = {
-                "tokens": [name(token) for token in tokens],
-                "token_logprobs": [max(stream.log_probs[place + i], LEAST) for i in range(len(tokens))],
-                "top_logprobs": [{name(t): max(value, LEAST) for t, value in top.items()} for top in tops] or None,
-                "text_offset": [choice.offset] * len(tokens),
-            }
+            stream, places = choice.stream, slice(place, place + len(tokens))
+            found["logprobs"] = self._logprobs(
+                tokens, stream.log_probs[places], stream.top_log_probs[places], [choice.offset] * len(tokens)
+            )
         choice.offset += len(text)
         return found
+
+    def _logprobs(
+        self, tokens: list[int], values: list[Any], tops: list[Any], offsets: list[int]
+    ) -> dict[str, list[Any] | None]:
+        """The log-probabilities of tokens in OpenAI's form; None for a token that nothing precedes."""
+        name = self.token_name
+        return {
+            "tokens": [name(token) for token in tokens],
+            "token_logprobs": [None if value is None else max(value, LEAST) for value in values],
+            "top_logprobs": [top and {name(t): max(value, LEAST) for t, value in top.items()} for top in tops] or None,
+            "text_offset": offsets,
+        }
 
     async def _all(self, asked: Completion, choices: list[_Choice], began: float) -> list[dict[str, Any]]:
         """Wait for all choices, side by side: a stop string ends its choice while others go on."""
@@ -374,14 +400,13 @@ class Server:
 
         async def one(choice: _Choice) -> dict[str, Any]:
             nonlocal first
-            whole = self._echo(asked, choice) if asked.echo else None
+            pieces = []
             while (piece := await self._next(asked, choice)) is not None:
                 if first and choice.seen:
                     self.metrics.first.observe(time.monotonic() - began)
                     first = False
-                whole = piece if whole is None else _joined(whole, piece)
-            assert whole is not None
-            return whole
+                pieces.append(piece)
+            return _joined(pieces)
 
         return list(await asyncio.gather(*map(one, choices)))
 
@@ -396,16 +421,16 @@ class Server:
             if first:
                 self.metrics.first.observe(time.monotonic() - began)
                 first = False
-            if choice.error is not None:
-                return _event({"error": _error(choice.error)})
+            if choice.error is not None and piece["finish_reason"] is not None:
+                # The text that was held back, since a stop string may begin in it, comes before the error.
+                held = piece["text"] and choice.seen
+                text = _event({**about, "choices": [{**piece, "finish_reason": None}]}) if held else b""
+                return text + _event({"error": error_body(choice.error)})
             if piece["text"] or piece.get("tokens") or piece["finish_reason"] or asked.logprobs is not None:
                 return _event({**about, "choices": [piece]})
             return b""
 
         try:
-            if asked.echo:
-                for choice in choices:
-                    yield _event({**about, "choices": [self._echo(asked, choice)]})
             pieces = self._pieces_of_one(asked, choices[0]) if len(choices) == 1 else self._pieces(asked, choices)
             async with contextlib.aclosing(pieces):
                 async for some in pieces:
@@ -452,14 +477,25 @@ class Server:
             for task in waiting:
                 task.cancel()
 
-    def _echo(self, asked: Completion, choice: _Choice) -> dict[str, Any]:
+    def _echo(self, asked: Completion, choice: _Choice, prompt: list[int]) -> dict[str, Any]:
         """The piece of a choice that is its prompt; the tokens of its session before it are not part of it."""
-        prompt = asked.prompts[choice.index // asked.n]
-        found = {"index": choice.index, "text": "", "finish_reason": None, "logprobs": None}
+        parts, offsets = [], []
+        if self.codec is not None:
+            decoding = self.codec.decoder()
+            for token in prompt:
+                offsets.append(choice.offset)
+                parts.append(decoding.add(token))
+                choice.offset += len(parts[-1])
+            parts.append(decoding.end())
+            choice.offset += len(parts[-1])
+        found = {"index": choice.index, "text": "".join(parts), "finish_reason": None, "logprobs": None}
         if self.codec is None:
-            return {**found, "tokens": list(prompt)}
-        found["text"] = decoded(self.codec, prompt)
-        choice.offset = len(found["text"])
+            found["tokens"], offsets = list(prompt), [0] * len(prompt)
+        stream = choice.stream
+        # A stream that ended while its prompt was read has fewer.
+        if asked.logprobs is not None and (first := len(stream.prompt_log_probs) - len(prompt)) >= 0:
+            values, tops = stream.prompt_log_probs[first:], stream.prompt_top_log_probs[first:]
+            found["logprobs"] = self._logprobs(prompt, values, tops, offsets)
         return found
 
     def _usage(self, asked: Completion, choices: list[_Choice]) -> dict[str, Any]:
@@ -480,7 +516,7 @@ class Server:
 
     def _put(self, queues: dict[int, asyncio.Queue], stream: Stream, token: int | None, most: int) -> None:
         """Pass a token on. A stream whose client does not keep up is cancelled; it ends after what is queued."""
-        queue = queues[id(stream)]
+        queue = queues.setdefault(id(stream), asyncio.Queue())  # of a stream that is still being submitted
         if token is not None and queue.qsize() >= most:
             self.worker.cancel(stream)
         if token is None or not stream.cancelled:
@@ -511,58 +547,15 @@ class Events(StreamingResponse):
             self.end()
 
 
-class Guard:
-    """Checks the key of each request, and drops clients that read nothing. A plain ASGI application.
-
-    ``connection.protocol`` bounds what an application does not see.
-    """
-
-    OPEN = ("/", "/healthz", "/readyz")
-
-    def __init__(self, app: ASGIApp, server: Server):
-        self.app, self.server = app, server
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        key = self.server.api_key
-        given = dict(scope["headers"]).get(b"authorization", b"").decode("latin-1")
-        if key and scope["path"] not in self.OPEN and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            wrong = Wrong("the request needs the header Authorization: Bearer KEY", status=401, code="invalid_api_key")
-            await refused(wrong)(scope, receive, send)
-            return
-
-        async def patient(message: Any) -> None:
-            async with asyncio.timeout(self.server.limits.slow):
-                await send(message)
-
-        with contextlib.suppress(TimeoutError, ClientDisconnect):
-            await self.app(scope, receive, patient)
-
-
-def refused(error: Wrong) -> Response:
-    """Return an error in OpenAI's form."""
-    headers = {"retry-after": str(RETRY)} if error.status == 429 else {}
-    return JSONResponse({"error": _error(error)}, error.status, headers)
-
-
-def _error(error: Wrong) -> dict[str, Any]:
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    param = error.param and error.param[:100].encode("utf-8", "replace").decode()
-    return {"message": error.message, "type": kind, "param": param, "code": error.code}
-
-
 def _event(content: dict[str, Any]) -> bytes:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
 
 
-def _joined(whole: dict[str, Any], piece: dict[str, Any]) -> dict[str, Any]:
-    """Append a piece of a choice to what came before."""
-    found = {**whole, "text": whole["text"] + piece["text"], "finish_reason": piece["finish_reason"]}
-    if "tokens" in whole:
-        found["tokens"] = whole["tokens"] + piece["tokens"]
-    if piece["logprobs"] is not None:
-        a, b = whole["logprobs"] or dict.fromkeys(piece["logprobs"]), piece["logprobs"]
-        found["logprobs"] = {name: (a[name] or []) + (b[name] or []) or None for name in a}
+def _joined(pieces: list[dict[str, Any]]) -> dict[str, Any]:
+    """Put the pieces of a choice together."""
+    found = {**pieces[-1], "text": "".join(piece["text"] for piece in pieces)}
+    if "tokens" in found:
+        found["tokens"] = [token for piece in pieces for token in piece["tokens"]]
+    if given := [piece["logprobs"] for piece in pieces if piece["logprobs"] is not None]:
+        found["logprobs"] = {name: [one for some in given for one in some[name] or ()] or None for name in given[0]}
     return found

@@ -84,8 +84,8 @@ class Sessions:
     """The sessions of one model.
 
     With a folder, each session is a file that is replaced as a whole: it holds the session before a turn or after it,
-    also if the process is killed. Methods may be called from any thread; two changes of one session at a time are
-    prevented by ``lock``.
+    also if the process is killed. Methods may be called from any thread: a session that is read while a turn is saved
+    is that before it or after it. Two changes of one session at a time are prevented by ``lock``.
 
     Args:
         pool: The pool that runs the model.
@@ -187,7 +187,7 @@ class Sessions:
             SessionError: If the limit does not allow it.
         """
         with self._guard:
-            old = self._entries[name].nbytes if name else 0
+            old = self._known(name).nbytes if name else 0
             more = max(0, OVERHEAD + self._row + 8 * length - old)
             if (needed := self.nbytes + self._reserved + more) > self.limit:
                 raise SessionError(
@@ -208,9 +208,12 @@ class Sessions:
         Raises:
             SessionError: As ``entry`` does.
         """
-        entry = self.entry(name)
+        self.entry(name)
         if self.folder is None:
-            return self._kept[name]
+            with self._guard:
+                self._known(name)
+                return self._kept[name]
+        path = self._path(name)
         with torch.no_grad():
             like = _Saved(
                 torch.zeros(1, 0, dtype=torch.int64),
@@ -218,14 +221,18 @@ class Sessions:
                 self.model.init_state(1, 0),
             )
             try:
-                found = states.load(self._path(name), like)
+                _check_id(path, states.read_metadata(path))
+                found = states.load(path, like)
             except ValueError as error:
+                # A turn replaces a file and never removes it, so a session without a file is deleted.
+                if not path.exists():
+                    raise _unknown(name) from error
                 raise SessionError(f"session {name!r} cannot be read: {error}", "damaged") from error
         tokens, pending, position = found.tokens[0].tolist(), int(found.pending), int(found.state.position)
         # The start token counts in the position, and the tokens exclude it.
         expected = (self.model.start is not None) + len(tokens) - pending
         fits = position == expected if position else pending == len(tokens)
-        if len(tokens) != entry.length or not fits or any(not 0 <= token < self.vocab for token in tokens):
+        if not fits or any(not 0 <= token < self.vocab for token in tokens):
             raise SessionError(
                 f"session {name!r} cannot be read: its state has read {position} tokens, which does not fit its "
                 f"{len(tokens)} tokens with {pending} pending",
@@ -250,6 +257,15 @@ class Sessions:
         """Replace a session as a whole. Arguments and errors as in ``create`` and ``entry``."""
         return self._put(self.entry(name), session)
 
+    def measured(self, entry: Entry, session: Session) -> Entry:
+        """Return an entry with the length and the bytes of this content."""
+        length, size = len(session.tokens), 0
+        if session.state is not None:
+            size = states.nbytes(session.state)
+        elif self.folder is not None:
+            size = states.nbytes(self.model.init_state(1, 0))
+        return dataclasses.replace(entry, length=length, nbytes=OVERHEAD + 8 * length + size)
+
     def remove(self, name: str) -> None:
         """Delete a session, also a damaged one or one of another model.
 
@@ -266,13 +282,13 @@ class Sessions:
                     f"cannot delete session {name!r}: {error.strerror or error}", "unwritable"
                 ) from error
         with self._guard:
-            del self._entries[name]
+            self._entries.pop(name, None)
             self._kept.pop(name, None)
 
     def _known(self, name: str) -> Entry:
         with self._guard:
             if (found := self._entries.get(name)) is None:
-                raise SessionError(f"session {name!r} does not exist; POST /v1/sessions makes one", "not_found")
+                raise _unknown(name)
             return found
 
     def _path(self, name: str) -> Path:
@@ -281,21 +297,19 @@ class Sessions:
         return self.folder / f"{name}{END}"
 
     def _put(self, entry: Entry, session: Session) -> Entry:
-        length = len(session.tokens)
-        state = session.state
-        if state is None and self.folder is not None:
-            with torch.no_grad():
-                state = self.model.init_state(1, 0)
-        size = OVERHEAD + 8 * length + (0 if state is None else states.nbytes(state))
-        entry = dataclasses.replace(entry, length=length, nbytes=size)
+        entry = self.measured(entry, session)
         if self.folder is not None:
             tokens = torch.tensor([session.tokens], dtype=torch.int64).reshape(1, -1)
-            assert state is not None
+            state = session.state
+            if state is None:
+                with torch.no_grad():
+                    state = self.model.init_state(1, 0)
             facts = {
+                "id": entry.id,
                 "model": self.digest,
                 "created": str(entry.created),
-                "length": str(length),
-                "bytes": str(size),
+                "length": str(entry.length),
+                "bytes": str(entry.nbytes),
                 "parent": entry.parent,
             }
             try:
@@ -319,6 +333,7 @@ class Sessions:
                 continue
             try:
                 facts = states.read_metadata(path)
+                _check_id(path, facts)
                 model = "" if facts["model"] == self.digest else facts["model"]
                 entry = Entry(
                     name, int(facts["created"]), int(facts["length"]), int(facts["bytes"]), facts["parent"], model
@@ -327,6 +342,17 @@ class Sessions:
                 reason = str(error) if isinstance(error, ValueError) else f"{path} has no entry {error}"
                 entry = Entry(name, 0, 0, path.lstat().st_size, damage=reason)
             self._entries[name] = entry
+
+
+def _unknown(name: str) -> SessionError:
+    return SessionError(f"session {name!r} does not exist; POST /v1/sessions makes one", "not_found")
+
+
+def _check_id(path: Path, facts: dict[str, str]) -> None:
+    """Raise ValueError if a file is that of another session. Files without an ID are older, and get one by a turn."""
+    name = path.name.removesuffix(END)
+    if (found := facts.get("id", name)) != name:
+        raise ValueError(f"{str(path)!r} is the file of session {found!r}: rename it to {found}{END}")
 
 
 def continued(session: Session, tokens: tuple[int, ...], state: DecoderState | None) -> Session:

@@ -2,6 +2,7 @@
 
 import codecs
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 
@@ -53,29 +54,59 @@ def decoded(codec: Any, tokens: Sequence[int]) -> str:
 class Stops:
     """Cuts a text at the first of several strings, and holds back what may become one.
 
+    The first string is the one that ends first, and of those the longest. Each character is compared once with each
+    string, up to a constant factor (Knuth, Morris and Pratt 1977), however the text comes in pieces.
+
     Args:
         strings: The strings that end the text, which is then cut before them.
     """
 
     def __init__(self, strings: Sequence[str]):
-        self.strings = [one for one in strings if one]
+        self.strings = [(one, _borders(one)) for one in strings if one]
         self.stopped = False
+        self._matched = [0] * len(self.strings)  # characters of each string that the text ends with
         self._held = ""
 
     def add(self, text: str) -> str:
         """Return the text that is safe to pass on."""
         if self.stopped or not self.strings:
             return "" if self.stopped else text
+        ends = [self._advance(i, text) for i in range(len(self.strings))]
         text = self._held + text
-        found = [at for one in self.strings if (at := text.find(one)) >= 0]
+        found = [(end, -len(one)) for end, (one, _) in zip(ends, self.strings, strict=True) if end is not None]
         if found:
-            self.stopped, self._held = True, ""
-            return text[: min(found)]
-        hold = max((n for one in self.strings for n in range(len(one)) if n and text.endswith(one[:n])), default=0)
-        self._held = text[len(text) - hold :]
-        return text[: len(text) - hold]
+            end, length = min(found)
+            self.stopped, held, self._held = True, len(self._held), ""
+            return text[: held + end + length]
+        keep = len(text) - max(self._matched)
+        self._held = text[keep:]
+        return text[:keep]
 
     def end(self) -> str:
         """Return what was held back."""
         held, self._held = self._held, ""
         return "" if self.stopped else held
+
+    def _advance(self, i: int, text: str) -> int | None:
+        """Compare a string with the text -> the place where the text has it whole, None if it has not."""
+        (string, borders), matched = self.strings[i], self._matched[i]
+        for place, character in enumerate(text, 1):
+            while matched and string[matched] != character:
+                matched = borders[matched - 1]
+            matched += string[matched] == character
+            if matched == len(string):
+                return place
+        self._matched[i] = matched
+        return None
+
+
+@lru_cache(maxsize=256)
+def _borders(string: str) -> tuple[int, ...]:
+    """Return for each beginning of a string the length of its longest end that is a beginning too."""
+    found, length = [0], 0
+    for character in string[1:]:
+        while length and string[length] != character:
+            length = found[length - 1]
+        length += string[length] == character
+        found.append(length)
+    return tuple(found)

@@ -15,7 +15,8 @@ class Tokenized:
     Args:
         content: The content of a ``tokenizer.json``.
         ends: Tokens that end a stream. They have no text.
-        special: Whether ``encode`` adds the special tokens of the tokenizer, such as a first ``<s>``.
+        special: Whether ``encode`` adds the special tokens of the tokenizer, such as a first ``<s>``, and a special
+            token that a text names becomes that token. Otherwise its name is text.
 
     Raises:
         ImportError: The library ``tokenizers`` is not installed.
@@ -23,9 +24,7 @@ class Tokenized:
     """
 
     def __init__(self, content: str, *, ends: Iterable[int] = (), special: bool = False):
-        self.tokenizer = tokenization.parsed(content)
-        self.tokenizer.no_truncation()
-        self.tokenizer.no_padding()
+        self.tokenizer = tokenization.encoder(content, special=special)
         self.ends, self.special = tuple(ends), special
         self.vocab = tokenization.vocab_of(self.tokenizer)
 
@@ -34,14 +33,13 @@ class Tokenized:
 
         Raises:
             UnicodeEncodeError: The text has half of a surrogate pair, which no text has.
+            ValueError: The tokenizer fails, as with a regular expression that backtracks too often.
         """
-        text.encode()
-        return self.tokenizer.encode(text, add_special_tokens=self.special).ids
+        return tokenization.encode(self.tokenizer, [text], special=self.special)[0]
 
     def encode_more(self, text: str) -> list[int]:
         """Return the tokens of a text that follows other tokens, as ``encode`` does, without special tokens."""
-        text.encode()
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return tokenization.encode(self.tokenizer, [text])[0]
 
     def decode(self, tokens: list[int]) -> str:
         """Return the text of tokens, without special tokens."""

@@ -11,7 +11,7 @@ from starlette.routing import Route
 
 from .openapi import content, described, operation, ref
 from .pool import Full, Stream
-from .requests import Completion, Wrong, new_session, session_id
+from .requests import Completion, NewSession, Wrong, new_session, session_id
 from .sampler import Sampling
 from .sessions import ID, Entry, Session, SessionError, Sessions, continued
 from .text import decoded
@@ -83,7 +83,7 @@ class SessionRoutes:
         worker: The thread that runs the pool.
         model: The model's name in requests.
         codec: Text to tokens and back, None for a model without text.
-        body: Returns the parsed body of a request.
+        body: Returns the body of a request, parsed and checked by a function.
         accept: Raises Wrong while the server accepts no new work.
     """
 
@@ -94,7 +94,7 @@ class SessionRoutes:
         *,
         model: str,
         codec: Any,
-        body: Callable[[Request], Awaitable[Any]],
+        body: Callable[[Request, Callable[[Any], NewSession]], Awaitable[NewSession]],
         accept: Callable[[], None],
     ):
         self.store, self.worker, self.model, self.codec = store, worker, model, codec
@@ -114,8 +114,8 @@ class SessionRoutes:
     )
     async def create(self, request: Request) -> Response:
         """POST /v1/sessions: an empty session, one that has read a prompt, or a copy of another one."""
-        vocab = self.worker.pool.vocab
-        asked = new_session(await self.body(request), model=self.model, codec=self.codec, vocab=vocab)
+        about = {"model": self.model, "codec": self.codec, "vocab": self.worker.pool.vocab}
+        asked = await self.body(request, lambda body: new_session(body, **about))
         self.accept()
         with _refusing():
             session = Session()
@@ -139,6 +139,8 @@ class SessionRoutes:
 
         def content() -> tuple[Entry, Session, str | None]:
             entry, session = self.store.entry(name), self.store.read(name)
+            # A turn may have been saved between the two.
+            entry = self.store.measured(entry, session)
             return entry, session, None if self.codec is None else decoded(self.codec, session.tokens)
 
         with _refusing():

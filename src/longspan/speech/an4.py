@@ -53,7 +53,9 @@ def pronunciations(path: Path) -> dict[str, list[str]]:
     Raises ValueError for an invalid file.
     """
     found: dict[str, list[str]] = {}
-    for line in atomic_io.without_mark(read(path)).decode("utf-8", "replace").splitlines():
+    content = atomic_io.without_mark(read(path))
+    atomic_io.refuse_nul(content, path)
+    for line in content.decode("utf-8", "replace").splitlines():
         word, *phones = line.split()
         if not phones:
             raise ValueError(f"{path} is not a pronunciation dictionary: the line {line!r} has no phonemes")

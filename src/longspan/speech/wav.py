@@ -2,10 +2,11 @@
 
 import io
 import os
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +27,32 @@ CHUNKS, HEAD = 1000, 2**26
 PCM, EXTENSIBLE = 1, 0xFFFE
 PCM_ID = bytes.fromhex("0100000000001000800000aa00389b71")  # the sub-format of an extensible header
 WANTED = "a wav file of one channel and 16 bits"
+PAGE = 27 + 255 + 255 * 255  # bytes of the largest page of an Ogg file
+# Formats whose headers do not say where the samples end, or not in a way that is compared here.
+UNCOMPARED = ("AVR", "IRCAM", "MAT4", "MAT5", "MPC2K", "PAF", "PVF", "SD2", "SDS", "VOC", "WVE", "XI")
+
+
+class Container(NamedTuple):
+    """The layout of a format of chunks, each with a name, a size and a content."""
+
+    begin: int  # bytes before the first chunk
+    name: int  # bytes of a chunk's name
+    size: int  # bytes of its size
+    order: Literal["little", "big"]
+    samples: tuple[bytes, ...]  # names of the chunk with the samples
+    whole: bool = False  # whether a size counts its name and itself
+    align: int = 2  # chunks begin at a multiple of this
+
+
+# By the first four bytes: wav of other byte order and sizes, Sony Wave64, AIFF and 8SVX, Apple's CAF.
+CONTAINERS = {
+    b"RIFF": Container(12, 4, 4, "little", (b"data",)),
+    b"RIFX": Container(12, 4, 4, "big", (b"data",)),
+    b"RF64": Container(12, 4, 4, "little", (b"data",)),
+    b"riff": Container(40, 16, 8, "little", (b"data" + bytes.fromhex("f3acd3118cd100c04f8edb8a"),), True, 8),
+    b"FORM": Container(12, 4, 4, "big", (b"SSND", b"BODY")),
+    b"caff": Container(8, 4, 8, "big", (b"data",), align=1),
+}
 
 
 class Header(NamedTuple):
@@ -62,7 +89,7 @@ def chunks(path: str | Path, seconds: float) -> Iterator[tuple[Tensor, int]]:
     """Read a recording in blocks, each with the sample rate; only one block is in memory.
 
     Mono 16-bit wav files are read directly, also from a named pipe. Other files are decoded by soundfile: wav files of
-    other widths, flac, ogg, and other formats of libsndfile.
+    other widths, flac, ogg, mp3, aiff, au, and other formats of libsndfile that say where the samples end.
 
     Args:
         path: the file.
@@ -88,11 +115,7 @@ def chunks(path: str | Path, seconds: float) -> Iterator[tuple[Tensor, int]]:
             if header.plain:
                 yield from _pcm(file, header, name, seconds)
                 return
-            there = about.st_size - file.tell()
-            if header.known and there < header.size:
-                raise ValueError(
-                    f"{name} ends too early: {there} bytes of samples came where {header.size} were announced"
-                )
+        _refuse_cut(file, about.st_size, name)
         yield from _decoded(path, seconds)
 
 
@@ -160,6 +183,59 @@ def _format(content: bytes) -> Header:
     return Header(code, channels, rate, bits, 0)
 
 
+def _refuse_cut(file: BinaryIO, total: int, name: str) -> None:
+    """Raise ValueError for a regular file of ``total`` bytes that has fewer samples than its header announces.
+
+    libsndfile takes what is there as the whole, except in flac, mp3 and some other formats.
+    """
+    file.seek(0)
+    begin = take(file, 1024)
+    announced, at = 0, 0
+    if layout := CONTAINERS.get(begin[:4]):
+        announced, at = _samples_chunk(file, total, layout)
+    elif begin[:4] in (b".snd", b"dns."):
+        order = "big" if begin[:1] == b"." else "little"
+        at, announced = (int.from_bytes(begin[i : i + 4], order) for i in (4, 8))
+    elif found := re.match(rb"NIST_1A\s+(\d+)\s", begin):
+        fields = (re.search(rb"\n" + field + rb" -i (\d+)", begin) for field in (b"sample_count", b"sample_n_bytes"))
+        # Files of mu-law and A-law do not name their one byte.
+        count, width = (int(field[1]) if field else 1 for field in fields)
+        at, announced = int(found[1]), count * width
+    elif begin[:4] == b"OggS":
+        file.seek(max(0, total - PAGE))
+        last = file.read(PAGE)
+        # A page begins with its name, a version 0, and flags, of which 4 ends the stream.
+        pages = [place for place in range(len(last) - 26) if last.startswith(b"OggS\0", place)]
+        page = last[pages[-1] :] if pages else b""
+        if not page or not page[5] & 4 or len(page) < 27 + page[26] + sum(page[27 : 27 + page[26]]):
+            raise ValueError(f"{name} ends too early: its last page is not there")
+    placeholder = UNKNOWN if not layout or (layout.size == 4 and begin[:4] != b"RF64") else NO_COUNT // 2
+    if 0 < announced < placeholder and (there := max(0, total - at)) < announced:
+        raise ValueError(f"{name} ends too early: {there} bytes of samples came where {announced} were announced")
+
+
+def _samples_chunk(file: BinaryIO, total: int, layout: Container) -> tuple[int, int]:
+    """The announced size of the chunk with the samples, and where its content begins; 0 and 0 if there is none."""
+    place, long_size = layout.begin, 0
+    for _ in range(CHUNKS):
+        file.seek(place)
+        head = take(file, layout.name + layout.size)
+        kind, size = head[: layout.name], int.from_bytes(head[layout.name :], layout.order)
+        content = place + len(head)
+        if place >= total or len(head) < layout.name + layout.size:
+            break
+        if kind in layout.samples:
+            return long_size if long_size and size == 2**32 - 1 else size - len(head) * layout.whole, content
+        if kind == b"ds64":
+            # The sizes of the file and of the samples, which RF64 has no room for elsewhere.
+            long_size = int.from_bytes(take(file, 16)[8:], "little")
+        end = content + size - len(head) * layout.whole
+        place = end + -end % layout.align
+        if place <= content - len(head):
+            break
+    return 0, 0
+
+
 def _skip(file: BinaryIO, count: int) -> None:
     while count and (content := file.read(min(count, io.DEFAULT_BUFFER_SIZE))):
         count -= len(content)
@@ -204,6 +280,11 @@ def _decoded(path: Path, seconds: float) -> Iterator[tuple[Tensor, int]]:
         # A TypeError is raised for files named .raw, which have no header.
         with Forward(place) as sound:  # pyright: ignore[reportArgumentType] (soundfile takes bytes)
             rate = sound.samplerate
+            if sound.format in UNCOMPARED:
+                raise ValueError(
+                    f"{name} is of the format {sound.format}, in which a missing end is not noticed; convert it to "
+                    f"{WANTED}"
+                )
             count = _checked(sound.channels, rate, name, seconds)
             done = 0
             while done < sound.frames and len(block := sound.read(count, dtype="float32")):

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .._utils import atomic_io
+from ..ops.arguments import describe
 from ..ops.operands import check_stored
 from .kv_cache import FixedKeyValues, KeyValues, fixed
 
@@ -87,10 +88,11 @@ def select(state: S, rows: Tensor | Sequence[int]) -> S:
         rows: (R,) integers, in any order, repeats allowed.
 
     Returns:
-        A state of R rows.
+        A state of R rows; no rows give an empty batch.
 
     Raises:
         IndexError: For a row that does not exist.
+        ValueError: For rows that are not integers.
 
     Example:
         >>> import torch, longspan
@@ -100,7 +102,18 @@ def select(state: S, rows: Tensor | Sequence[int]) -> S:
         3
     """
     check_stored("the state", *pytree.tree_leaves(state))
-    return pytree.tree_map(lambda t: t.index_select(0, torch.as_tensor(rows, device=t.device)), state)
+    index = _row_numbers(rows)
+    return pytree.tree_map(lambda t: t.index_select(0, index.to(t.device)), state)
+
+
+def _row_numbers(rows: Tensor | Sequence[int]) -> Tensor:
+    """Return ``rows`` as int64 (R,)."""
+    index = torch.as_tensor(rows)
+    if not index.numel():
+        index = index.long()  # an empty list becomes a float tensor
+    if index.dim() > 1 or index.dtype == torch.bool or index.is_floating_point() or index.is_complex():
+        raise ValueError(f"rows must be integers (R,), not {describe(index)}")
+    return index.long().reshape(-1)
 
 
 def join(states: Sequence[S]) -> S:
@@ -171,8 +184,8 @@ def put(state: S, rows: Tensor | Sequence[int], source: S) -> S:
 
     Raises:
         IndexError: For a row that does not exist.
-        ValueError: For a state of another mechanism, size, dtype or number of rows, repeated rows, or a KV cache with
-            fewer slots than the one of ``source``; ``fix_capacity`` gives it more.
+        ValueError: For a state of another mechanism, size, dtype or number of rows, rows that repeat or are not
+            integers, or a KV cache with fewer slots than the one of ``source``; ``fix_capacity`` gives it more.
 
     Example:
         >>> import torch, longspan
@@ -185,7 +198,7 @@ def put(state: S, rows: Tensor | Sequence[int], source: S) -> S:
     """
     if _shape(state) != _shape(source):
         raise ValueError(f"put needs states of one mechanism or stack, not {_shape(state)} and {_shape(source)}")
-    index = torch.as_tensor(rows, dtype=torch.long)
+    index = _row_numbers(rows)
     wanted = index.tolist()
     into, given = _named(state), _named(source)
     check_stored("the state", *into.values(), *given.values())
@@ -412,11 +425,19 @@ def load(path: str | os.PathLike[str], like: S) -> S:
         )
     state = pytree.tree_unflatten(list(leaves.values()), pytree.tree_structure(like))
     try:
-        _check_fit(leaves, like)
-        check_values(state)
+        check_like(state, like)
     except ValueError as error:
         raise ValueError(f"{str(path)!r} cannot be continued: {error}") from error
     return pytree.tree_map(lambda leaf, t: leaf.to(t.device), state, like)
+
+
+def check_like(state: Any, like: Any) -> None:
+    """Raise ValueError unless ``state`` is of the mechanism or stack of ``like``, after any number of tokens."""
+    kinds = {pytree.tree_structure(one) for one in (state, like)}
+    if len(kinds) > 1 or not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(state)):
+        raise ValueError(f"it is not a {type(like).__name__} of this mechanism or stack")
+    _check_fit(_named(state), like)
+    check_values(state)
 
 
 def _check_fit(leaves: dict[str, Tensor], like: Any) -> None:

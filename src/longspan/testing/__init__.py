@@ -1,6 +1,6 @@
-"""Conformance checks: the laws that every attention obeys, for longspan's mechanisms and for yours.
+"""Conformance checks of attentions, for longspan's mechanisms and for yours.
 
-``check_attention(spec)`` runs all laws that apply. In your tests, ``parametrize`` makes one test per law::
+``check_attention(spec)`` runs all checks that apply. In your tests, ``parametrize`` makes one test of each::
 
     @longspan.testing.parametrize(["my_mechanism", "my_mechanism(window=3)"])
     def test_law(spec, law):
@@ -50,10 +50,10 @@ _LAWS = {
 
 
 class Row(NamedTuple):
-    """The result of one law."""
+    """The result of one check."""
 
     law: str
-    """name of the law"""
+    """name of the check"""
     status: str
     """``passed``, ``failed``, ``exempt`` or ``does not apply``"""
     error: float
@@ -68,16 +68,16 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Report:
-    """The results of ``check_attention``; ``print(report)`` shows one line per law."""
+    """The results of ``check_attention``; ``print(report)`` shows one line per check."""
 
     spec: str
     """the spec that was checked"""
     rows: tuple[Row, ...]
-    """one row per law"""
+    """one row per check"""
 
     @property
     def ok(self) -> bool:
-        """Whether no law failed."""
+        """Whether no check failed."""
         return not any(row.status == "failed" for row in self.rows)
 
     def __str__(self) -> str:
@@ -90,7 +90,7 @@ class Report:
 
 
 def laws() -> tuple[str, ...]:
-    """Return the names of all laws.
+    """Return the names of all checks.
 
     Returns:
         Names, in the order of reports.
@@ -99,18 +99,18 @@ def laws() -> tuple[str, ...]:
 
 
 def check(law: str, spec: str, *, seed: int = 0, stack: str = "", device: torch.device | str = "cpu") -> Row:
-    """Run one law on one spec, or on a stack of specs.
+    """Run one conformance check on a spec, or on a stack of specs.
 
     An exemption is a class attribute ``exempt = {law: reason}``, or one of an instance if an option causes it.
-    Exemptions are strict: if the law holds after all, the check fails.
+    Exemptions are strict: if the property holds after all, the check fails.
 
     Args:
-        law: Name of the law, one of ``laws()``.
+        law: Name of the check, one of ``laws()``.
         spec: Spec of an attention, or several separated by ``;`` for a stack.
         seed: Seed of weights and inputs.
         stack: How the blocks of a stack run, as in ``DecoderConfig.stack``, such as ``universal(steps=3)``. The default
             checks a single attention alone, and several in a plain stack.
-        device: Device that runs the law, such as ``cuda``. Weights and inputs are the same on every device.
+        device: Device that runs the check, such as ``cuda``. Weights and inputs are the same on every device.
 
     Returns:
         The result, with status ``passed``, ``failed``, ``exempt`` or ``does not apply``.
@@ -141,14 +141,14 @@ def check(law: str, spec: str, *, seed: int = 0, stack: str = "", device: torch.
 def check_attention(
     spec: str, *, seed: int = 0, raises: bool = True, stack: str = "", device: torch.device | str = "cpu"
 ) -> Report:
-    """Run every law on one spec, or on a stack of specs.
+    """Run the conformance checks on a spec, or on a stack of specs.
 
     Args:
         spec: Spec of an attention, or several separated by ``;`` for a stack.
         seed: Seed of weights and inputs.
-        raises: Whether a failed law raises AssertionError. Default: True.
+        raises: Whether a failed check raises AssertionError. Default: True.
         stack: How the blocks of a stack run, as in ``check``.
-        device: Device that runs the laws, as in ``check``.
+        device: Device that runs the checks, as in ``check``.
 
     Returns:
         A report with one row per law.
@@ -204,7 +204,7 @@ def assert_law(law: str, spec: str, *, seed: int = 0, stack: str = "", device: t
     """Run one law and raise AssertionError if it fails.
 
     Args:
-        law: Name of the law, one of ``laws()``.
+        law: Name of the check, one of ``laws()``.
         spec: Spec of an attention, or several separated by ``;`` for a stack.
         seed: Seed of weights and inputs.
         stack: How the blocks of a stack run, as in ``check``.

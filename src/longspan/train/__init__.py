@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from .. import data
 from .._utils import model_memory as weights
@@ -85,8 +84,9 @@ def fit(config: DecoderConfig, run: TrainConfig, *, resume: bool = False, progre
 
     Raises:
         ValueError: for a run directory that is in use, not empty (without ``resume``), has nothing to resume, belongs
-            to another run, has a corrupt file or cannot be written; for a config that does not fit the data; if
-            torchrun or SLURM started another number of processes than ``run.devices`` times ``run.nodes``; if the
+            to another run or other data, has a corrupt file or cannot be written; for a config that does not fit the
+            data; if torchrun or SLURM started another number of processes than ``run.devices`` times ``run.nodes``; if
+            the processes differ in the model, the run or the data, or one of them stops for ``run.timeout``; if the
             devices cannot share the examples of a step evenly; for a loss or gradient that is not finite (the
             last good checkpoint stays).
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, when the current step is finished and saved; immediately
@@ -104,7 +104,7 @@ def fit(config: DecoderConfig, run: TrainConfig, *, resume: bool = False, progre
     with contextlib.ExitStack() as stack:
         if first:
             stack.enter_context(runs.held(folder))
-            runs.claim(folder, recipe(config, run), resume)
+            runs.claim(folder, runs.recipe(config, run), resume)
         return _fit(engine, config, run, resume, progress and first)
 
 
@@ -113,6 +113,8 @@ def _fit(engine: Any, config: DecoderConfig, run: TrainConfig, resume: bool, pro
     begin, folder = time.monotonic(), Path(run.out)
     start, remark = runs.start(folder) if resume else (None, "")
     dataset = data.load(run.data, run.length)
+    if start:
+        runs.check_data(start, run.data, dataset)
     _check(config, run, dataset)
     # Seed inside fork_rng, so that the RNG state of the caller is untouched.
     with torch.random.fork_rng(range(torch.cuda.device_count())):
@@ -129,9 +131,9 @@ def _fit(engine: Any, config: DecoderConfig, run: TrainConfig, resume: bool, pro
             bar.line(remark)
         objective = objectives.build(model, run, dataset)
         try:
-            if launch.first():
-                checkpoint.write_text(folder / runs.CONFIG, yaml.safe_dump(recipe(config, run), sort_keys=False))
-            end = engine.train(model, run, objective, {"run": asdict(run)}, start, bar)
+            end = engine.train(
+                model, run, objective, {"run": asdict(run), checkpoint.DATA: dataset.checksum}, start, bar
+            )
         except OSError as error:
             where = error.filename or folder
             raise ValueError(f"cannot write {where}: {error.strerror or error}; {runs.kept(folder)}") from error
@@ -161,12 +163,6 @@ def _fit(engine: Any, config: DecoderConfig, run: TrainConfig, resume: bool, pro
         early = f" ({end.why})" if end.why else ""
         bar.line(f"{end.steps} steps{early}; best checkpoint: {shown}; in {folder}")
     return Result(folder, end.steps, time.monotonic() - begin, scores, examples, exact, accuracy)
-
-
-def recipe(config: DecoderConfig, run: TrainConfig) -> dict[str, Any]:
-    """A config and a run as plain values for ``longspan train --config``; a decoder needs no kind."""
-    kind = checkpoint.kind_of(config)
-    return {"model": ({} if kind == "decoder" else {"kind": kind}) | asdict(config), "run": asdict(run)}
 
 
 def parts_right(exact: dict[str, float], accuracy: dict[str, float]) -> str:

@@ -114,6 +114,9 @@ class TrainConfig:
     one device with the whole would. The other devices read other examples. It divides devices times nodes"""
     async_checkpoints: bool = False
     """with strategy fsdp: write checkpoints in the background, from a copy in CPU memory, while the training goes on"""
+    timeout: int = 1800
+    """seconds that one of several processes waits for another one, which may have stopped, before the training ends in
+    an error. After a minute at one place, a process prints where it is"""
     seconds: float = 0.0
     """wall time in seconds after which to evaluate, save and stop; 0: no limit"""
     out: str = "runs/longspan"
@@ -132,6 +135,7 @@ class TrainConfig:
             "nodes",
             "sequence_parallel",
             "targets",
+            "timeout",
         ):
             _require(getattr(self, name) >= 1, f"{name}={getattr(self, name)} must be at least 1")
         for name in (

@@ -7,12 +7,14 @@ import math
 import shutil
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import yaml
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.io import CheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
@@ -22,7 +24,7 @@ from .._utils import atomic_io, signals
 from ..models import checkpoint as checkpoints
 from ..models.decoder import Decoder
 from ..models.stacks import Stack
-from . import launch, loggers
+from . import launch, loggers, together
 from . import run_dir as runs
 from .average import ENTRY, Average
 from .config import TrainConfig, rate, step_seed
@@ -174,14 +176,21 @@ class FolderIO(CheckpointIO):
 
 
 class Keeper(Callback):
-    """After each step: report, evaluate, save, stop."""
+    """Before the first step: write the recipe. After each step: report, evaluate, save, stop."""
 
-    def __init__(self, run: TrainConfig, interrupt: "Interrupt", bar: Bar | None):
-        self.run, self.interrupt, self.bar = run, interrupt, bar
+    def __init__(self, run: TrainConfig, interrupt: "Interrupt", bar: Bar | None, watch: together.Watch):
+        self.run, self.interrupt, self.bar, self.watch = run, interrupt, bar, watch
         self.folder = Path(run.out) / "checkpoints"
         self.window: list[dict[str, float]] = []
         self.stopped = ""
         self.opened = contextlib.ExitStack()
+
+    def setup(self, trainer: Trainer, task: Task, stage: str) -> None:
+        # By now the processes have compared their runs.
+        if trainer.is_global_zero:
+            model: Any = task.model
+            content = yaml.safe_dump(runs.recipe(model.config, self.run), sort_keys=False)
+            checkpoints.write_text(Path(self.run.out) / runs.CONFIG, content)
 
     def on_train_start(self, trainer: Trainer, task: Task) -> None:
         run, step = self.run, trainer.global_step
@@ -205,7 +214,7 @@ class Keeper(Callback):
             _, improved = self._evaluate(trainer, task)
             if improved:
                 self._save(trainer, step, improved)
-        self.clock.resume()
+        self._go_on(step)
 
     def on_train_batch_end(self, trainer: Trainer, task: Task, *_: Any) -> None:
         if task.micro % self.run.accumulate:
@@ -240,6 +249,10 @@ class Keeper(Callback):
         if pressed or (late and not last):
             self.stopped = "interrupted" if pressed else "out of time"
             trainer.should_stop = True
+        self._go_on(step)
+
+    def _go_on(self, step: int) -> None:
+        self.watch.enter(f"step {step + 1}")
         self.clock.resume()
 
     def teardown(self, trainer: Trainer, task: Task, stage: str) -> None:
@@ -266,6 +279,7 @@ class Keeper(Callback):
 
     def _evaluate(self, trainer: Trainer, task: Task) -> tuple[dict[str, float], bool]:
         """The metrics of the validation split, and whether its bits are the lowest so far."""
+        self.watch.enter(f"the evaluation after step {trainer.global_step}")
         # The rest of a model in parts is with processes that would be done earlier.
         together = task.sharded and not task.objective.even
         part = (0, 1) if together else (reader(self.run, trainer.global_rank), self.run.readers)
@@ -316,6 +330,7 @@ class Keeper(Callback):
             self._prune()
 
         strategy: Any = trainer.strategy
+        self.watch.enter(f"the checkpoint of step {step}")
         try:
             if self.run.async_checkpoints:
                 strategy.after_save = complete
@@ -401,13 +416,13 @@ def train(
     if run.compile:
         for block in blocks_of(model):
             block.compile()
-    with quiet(), Interrupt(bar.line if bar else lambda text: None) as interrupt:
-        keeper = Keeper(run, interrupt, bar)
+    with quiet(), Interrupt(bar.line if bar else lambda text: None) as interrupt, together.Watch(run) as watch:
+        keeper = Keeper(run, interrupt, bar, watch)
         trainer = Trainer(
             accelerator="gpu" if gpu else "cpu",
             devices=run.devices,
             num_nodes=run.nodes,
-            strategy=strategy(model, run, extra, "nccl" if gpu else "gloo"),
+            strategy=strategy(model, run, extra, start, "nccl" if gpu else "gloo"),
             precision="bf16-mixed" if run.precision == "bf16" else "32-true",
             max_steps=run.steps,
             max_epochs=-1,
@@ -428,13 +443,18 @@ def train(
                 f"this process is {trainer.global_rank} of {trainer.world_size} for Lightning, but the run has "
                 f"{run.world}; start the command with torchrun, or unset the launcher's variables in the environment"
             )
-        why = ""
+        why, watch.rank = "", trainer.global_rank
         try:
             trainer.fit(Task(model, run, objective), ckpt_path=start)
         # After a second signal any exception is possible, such as the exit of Lightning or a broken process group.
         except BaseException as error:
             if len(interrupt.came) < 2 and not (interrupt.came and isinstance(error, SystemExit)):
-                raise
+                if not (lost := watch.explain(error)):
+                    raise
+                # Processes that Lightning has started would outlive this one, stopped as they may be.
+                if trainer.strategy.launcher is not None:
+                    trainer.strategy.launcher.kill(signal.SIGKILL)
+                raise ValueError(f"{lost}; {runs.kept(Path(run.out))}") from error
             why = "stopped immediately"
         why = why or ("interrupted" if interrupt.came else keeper.stopped)
         # A signal to another process of this training stops all of them.
@@ -447,14 +467,30 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return [block for module in model.modules() if isinstance(module, Stack) for block in module.blocks]
 
 
-def strategy(model: nn.Module, run: TrainConfig, extra: dict[str, Any], backend: str) -> Any:
+class ReplicatedStrategy(DDPStrategy):
+    """Lightning's strategy for processes with all weights each."""
+
+    def __init__(self, run: TrainConfig, backend: str, same: Mapping[str, Any]):
+        super().__init__(process_group_backend=backend, timeout=timedelta(seconds=run.timeout))
+        self.same = same
+
+    def setup_distributed(self) -> None:
+        """Connect the processes, and refuse those of another run."""
+        super().setup_distributed()
+        together.require_same(self.same)
+
+
+def strategy(model: Any, run: TrainConfig, extra: dict[str, Any], start: Path | None, backend: str) -> Any:
     """How Lightning distributes the run."""
+    parts = runs.recipe(model.config, run)
+    same = {f"{part}.{name}": value for part, fields in parts.items() for name, value in fields.items()}
+    same |= {checkpoints.DATA: extra[checkpoints.DATA], "resumed checkpoint": start.name if start else ""}
     if run.strategy == "fsdp":
         from .sharded import ShardedStrategy, check
 
         check(model)
-        return ShardedStrategy(model, run, extra, backend)
-    return DDPStrategy(process_group_backend=backend) if run.world > 1 else "auto"
+        return ShardedStrategy(model, run, extra, backend, same)
+    return ReplicatedStrategy(run, backend, same) if run.world > 1 else "auto"
 
 
 @contextlib.contextmanager

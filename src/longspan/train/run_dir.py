@@ -1,6 +1,7 @@
 """The run directory: ownership, existing checkpoints, and where to resume."""
 
 import contextlib
+import hashlib
 import shlex
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -12,14 +13,22 @@ import yaml
 from .._utils import atomic_io
 from .._utils.locks import exclusive_lock
 from ..models import checkpoint
+from ..models.checkpoint import DATA, TOKENIZER
+from ..models.config import DecoderConfig
 from . import launch
 from .config import TrainConfig
 
 CONFIG, LOCK = "config.yaml", ".lock"
 # A resumed run may change these fields: they determine where and how long, not what.
-FREE = ("steps", "out", "seconds", "save_every", "keep", "logger", "peak_tflops", "async_checkpoints")
+FREE = ("steps", "out", "seconds", "save_every", "keep", "logger", "peak_tflops", "async_checkpoints", "timeout")
 # These may change as long as each step reads the same examples.
 SHARES = ("batch", "accumulate", "devices", "nodes", "sequence_parallel")
+
+
+def recipe(config: DecoderConfig, run: TrainConfig) -> dict[str, Any]:
+    """A config and a run as plain values for ``longspan train --config``; a decoder needs no kind."""
+    kind = checkpoint.kind_of(config)
+    return {"model": ({} if kind == "decoder" else {"kind": kind}) | asdict(config), "run": asdict(run)}
 
 
 def begun(folder: str | Path) -> bool:
@@ -99,6 +108,33 @@ def start(folder: Path) -> tuple[Path | None, str]:
     if not found:
         return None, ""
     return found[-1], f"{at / 'last'} is missing; continuing from {found[-1].name}, the newest checkpoint"
+
+
+def check_data(start: Path, data: str, dataset: Any) -> None:
+    """Compare data with those that the training of a checkpoint has read.
+
+    Compared are the sha256 of the data and that of the tokenizer. Checkpoints of older versions have the latter only.
+
+    Args:
+        start: the checkpoint.
+        data: the name of the data.
+        dataset: the data; see ``data.load``.
+
+    Raises:
+        ValueError: for other data, and for another tokenizer.
+    """
+    header = checkpoint.read_config(start)
+    tokenizer = getattr(dataset, "tokenizer", "").encode()
+    before, now = header.get(DATA, dataset.checksum), dataset.checksum
+    what = "other data"
+    if TOKENIZER in header["files"] and before == now:
+        before, now = header["files"][TOKENIZER]["sha256"], hashlib.sha256(tokenizer).hexdigest()
+        what = "another tokenizer"
+    if before != now:
+        raise ValueError(
+            f"cannot resume {start} with {what}: {data} has changed since then, its sha256 is {now} instead of "
+            f"{before}; restore it, or start another run with another out"
+        )
 
 
 def pointer(path: Path) -> str:

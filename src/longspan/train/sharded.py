@@ -1,6 +1,7 @@
 """Training with weights, gradients and optimizer states in parts, one for each process (FSDP2)."""
 
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..models.seq2seq import Seq2Seq
 from ..models.stacks import Reversible, Stack
 from ..models.stacks.block import Block
 from ..modules.init import fill
+from . import together
 from .config import TrainConfig
 from .place import placed
 
@@ -93,13 +95,25 @@ def unique(module: nn.Module) -> dict[str, Tensor]:
 class ShardedStrategy(ModelParallelStrategy):
     """Lightning's strategy for FSDP2 with our checkpoints, which any number of processes can read."""
 
-    def __init__(self, model: nn.Module, run: TrainConfig, extra: Mapping[str, Any], backend: str):
-        super().__init__(data_parallel_size=run.world, tensor_parallel_size=1, process_group_backend=backend)
-        self.wanted, self.run, self.extra = model, run, dict(extra)
+    def __init__(
+        self, model: nn.Module, run: TrainConfig, extra: Mapping[str, Any], backend: str, same: Mapping[str, Any]
+    ):
+        super().__init__(
+            data_parallel_size=run.world,
+            tensor_parallel_size=1,
+            process_group_backend=backend,
+            timeout=timedelta(seconds=run.timeout),
+        )
+        self.wanted, self.run, self.extra, self.same = model, run, dict(extra), same
         self.after_save: Callable[[], None] = lambda: None
         """what the first process does once the next checkpoint is complete, if it is written in the background"""
         self._saving: parts.Saving | None = None
         self._group: Any = None
+
+    def _setup_distributed(self) -> None:
+        super()._setup_distributed()
+        # Before the mesh is made, which all processes do together.
+        together.require_same(self.same)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights and buffers, each process with its part."""

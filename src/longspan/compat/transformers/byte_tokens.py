@@ -1,4 +1,4 @@
-"""The tokenizers of models of bytes and of tokens on disk, for Hugging Face tools."""
+"""The tokenizer of models of bytes, for Hugging Face tools."""
 
 from typing import TYPE_CHECKING
 
@@ -31,25 +31,4 @@ def byte_tokenizer() -> "PreTrainedTokenizerFast":
     made.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue] (missing in the stubs)
     return PreTrainedTokenizerFast(
         tokenizer_object=made, bos_token=START, eos_token=START, pad_token=START, clean_up_tokenization_spaces=False
-    )
-
-
-def tokenizer_of(content: str, vocab: int) -> "PreTrainedTokenizerFast":
-    """Return the tokenizer of a decoder of tokens, with the decoder's start token as number ``vocab``.
-
-    The start token is also the padding token. Documents end with ``<|endoftext|>`` if the tokenizer has it.
-
-    Args:
-        content: the decoder's ``tokenizer``.
-        vocab: number of levels of the decoder's tokens.
-
-    Raises:
-        ValueError: the tokenizer has a token ``<start>`` already, or its numbers have gaps.
-    """
-    from transformers import PreTrainedTokenizerFast
-
-    made = tokenization.parsed(tokenization.special_start(content, vocab, START))
-    end = START if made.token_to_id(tokenization.END) is None else tokenization.END
-    return PreTrainedTokenizerFast(
-        tokenizer_object=made, bos_token=START, eos_token=end, pad_token=START, clean_up_tokenization_spaces=False
     )

@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..._utils import model_memory
+from ...data import tokenization
 from ...models import checkpoint, pretrained
 from ...models.decoder import Decoder
 from ...models.likelihood import Categorical
-from .byte_tokens import tokenizer_of
 from .cache import NAME, LongspanCache
 from .config import LongspanConfig
 from .loading import StrictLoading, shift_smoothed_labels
@@ -127,8 +127,8 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
         ``push_to_hub`` of the model uploads both. Arguments and errors are those of transformers.
         """
         if self.decoder.tokenizer and is_main_process:
-            made = tokenizer_of(self.decoder.tokenizer, self.decoder.config.vocab)
-            made.save_pretrained(save_directory)
+            os.makedirs(save_directory, exist_ok=True)
+            tokenization.write_files(Path(save_directory), self.decoder.tokenizer)
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
 
     def forward(

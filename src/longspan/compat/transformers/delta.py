@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...ops.gated import delta_rule
 from ...ops.tensors import upcast_half
-from .packing import borders
+from .packing import borders, real
 from .states import carried, may_be_overwritten
 
 
@@ -55,6 +55,7 @@ def gated_delta_rule(
         v,
         beta=upcast_half(rate),
         log_decay=upcast_half(decay),
+        mask=real(batch, n),
         segments=segments,
         return_state=True,
         donate=donate,

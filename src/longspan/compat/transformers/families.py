@@ -115,3 +115,13 @@ LEAKING = {
     "qwen4_exp": "its layers with an indexer and its n-gram embeddings may look across sequences",
     "glm5_next": "its layers with an indexer look at all tokens of a row",
 }
+
+# Model types whose other layers read the places of tokens in a row, so that padding between tokens changes the result.
+_DISTANCES = "its attention measures distances by places in the row"
+UNPADDED = {
+    "inkling": _DISTANCES,
+    "inkling2": _DISTANCES,
+    "inkling2_loop": _DISTANCES,
+    "qwen4_exp": "its n-gram embeddings and its layers with an indexer may read padding",
+    "glm5_next": "its layers with an indexer may read padding",
+}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ...ops.gated import decay_attention
 from ...ops.tensors import upcast_half
-from .packing import borders
+from .packing import borders, real
 from .states import carried
 
 
@@ -54,6 +54,7 @@ def forward(
         v,
         log_decay=rate,
         scale=1.0,
+        mask=real(batch, n),
         segments=borders(kwargs, batch, n),
         return_state=True,
         state=None if state is None else carried(state, rate.dtype),

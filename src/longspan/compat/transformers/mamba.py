@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...ops.scan import selective_scan
-from .packing import borders, cache_of, sequences
+from .packing import borders, cache_of, real, sequences
 from .states import carried, may_be_overwritten
 
 
@@ -82,6 +82,7 @@ def scan(
         z=None if z is None else z.mT,
         dt_bias=delta_bias,
         softplus=delta_softplus,
+        mask=real(batch, n),
         segments=segments,
         state=None if state is None else carried(state, A.dtype),
         return_state=True,
@@ -133,6 +134,7 @@ def step(
         z=None if z is None else z[:, None],
         dt_bias=dt_bias,
         softplus=dt_softplus,
+        mask=real(len(state), 1),
         state=carried(state, A.dtype),
         return_state=True,
         donate=may_be_overwritten(state),
@@ -160,6 +162,8 @@ def with_state(original: Callable) -> Callable:
         batch, n = x.shape[:2]
         if given.get("seq_idx") is None and (ids := sequences(batch, n)) is not None:
             given["seq_idx"] = ids.int()
+        if (mask := given.get("attention_mask")) is not None:
+            given["attention_mask"] = mask[:, mask.shape[1] - n :]  # Mamba's model passes that of all tokens so far
         state = None if cache is None or n == 1 else cache.get_recurrent_state(self.layer_idx, state_idx=0)
         # With heads (B,H,C,S), as in Zamba, there is a scan for each.
         states = () if state is None else state.unbind(1) if state.dim() == 4 else (state,)

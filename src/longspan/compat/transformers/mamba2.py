@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...ops.gated import decay_attention
 from ...ops.tensors import upcast_half
-from .packing import borders
+from .packing import borders, real
 from .states import carried, may_be_overwritten
 
 
@@ -57,6 +57,7 @@ def scan(
         v,
         log_decay=(A.to(dt.dtype) * dt).mT,
         scale=1.0,
+        mask=real(batch, n),
         segments=segments,
         return_state=True,
         state=None if initial_states is None else carried(initial_states.mT, v.dtype),
@@ -113,6 +114,7 @@ def step(
         v,
         log_decay=(A[:, 0, 0].to(dt.dtype) * dt)[..., None],
         scale=1.0,
+        mask=real(len(x), 1),
         return_state=True,
         state=carried(state.mT, v.dtype),
         donate=may_be_overwritten(state),

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from ...ops.gated import decay_attention
 from ...ops.tensors import upcast_half
-from .packing import sequences
-from .running import at_most_zero, largest
+from .packing import real, sequences
+from .running import BEFORE, at_most_zero, largest
 
 
 def forward(
@@ -25,7 +25,7 @@ def forward(
     return_last_states: bool | None = None,
     mode: str | None = None,
 ):
-    """Replace ``xLSTMBackend.forward``, in float32 or wider; packed rows stay separate.
+    """Replace ``xLSTMBackend.forward``, in float32 or wider; packed rows stay separate, and padding is skipped.
 
     Args:
         query: (B,H,N,D).
@@ -52,7 +52,9 @@ def forward(
     zero = i.new_zeros(batch, heads, 1)
     m0 = zero if m_initial is None else m_initial
     # The small constant in the denominator makes outputs depend on m, if little, so m has gradients.
-    log_f = F.logsigmoid(f.double())
+    log_f, mask = F.logsigmoid(f.double()), real(batch, n)
+    if mask is not None:
+        i, log_f = i.masked_fill(~mask[:, None], BEFORE), log_f.masked_fill(~mask[:, None], 0.0)
     m, before = (t.mT for t in largest(i.mT, log_f.mT, m0.squeeze(-1), starts, 0.0))
     g = at_most_zero(log_f + before - m).to(v.dtype)
     scaled = (i.double() - m).to(v.dtype).exp()[..., None]

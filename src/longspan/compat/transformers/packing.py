@@ -1,9 +1,12 @@
-"""Packed rows: find where each sequence begins, and pass it to every layer.
+"""Packed and padded rows: find where each sequence begins and which tokens are real, and pass it to every layer.
 
 ``DataCollatorWithFlattening`` packs sequences into one row and marks them by ``position_ids`` that restart, and on
 request by ``seq_idx`` or ``cu_seq_lens_q``. Softmax layers of transformers read the positions, recurrent layers only
 the other two. Here a model accepts any of them and passes ``seq_idx`` to all layers. A recurrent layer that does not
 receive it raises an error.
+
+Recurrent layers of transformers set padding to zeros, which still moves their states and the windows of convolutions.
+Here they read the mask of the model's call, by ``real``, and skip padding.
 """
 
 import contextlib
@@ -11,14 +14,23 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# The sequences of the rows that a model is reading; None if rows are not packed.
-_expected: ContextVar[Tensor | None] = ContextVar("longspan_packed_rows", default=None)
+
+class Rows(NamedTuple):
+    """The rows that a model is reading."""
+
+    ids: Tensor | None = None
+    """(B,N) int64, the number of each token's sequence; None if rows are not packed"""
+    real: Tensor | None = None
+    """(B,N) bool, False on padding; None if there is none"""
+
+
+_rows: ContextVar[Rows] = ContextVar("longspan_rows", default=Rows())  # noqa: B039 (a tuple of None)
 
 
 def borders(kwargs: Mapping[str, Any], batch: int, n: int) -> Tensor | None:
@@ -44,7 +56,7 @@ def borders(kwargs: Mapping[str, Any], batch: int, n: int) -> Tensor | None:
     for name in ("cu_seqlens", "cu_seq_lens_q"):
         if (starts := kwargs.get(name)) is not None:
             return _from_starts(name, starts, batch, n)
-    if _expected.get() is not None:
+    if _rows.get().ids is not None:
         raise ValueError(
             "rows are packed, but this version of transformers does not pass the sequence boundaries to its recurrent "
             "layers, so sequences would leak; use transformers 5.15 or later, or rows of one sequence"
@@ -86,12 +98,13 @@ def positions_of(ids: Tensor) -> Tensor:
     return at - first
 
 
-def pass_borders(original: Callable, refused: str, unplaced: bool = False) -> Callable:
-    """Wrap a model's ``forward`` so that all of its layers receive the boundaries of packed rows.
+def pass_rows(original: Callable, refused: str, unpadded: str = "", unplaced: bool = False) -> Callable:
+    """Wrap a model's ``forward`` so that all of its layers know the boundaries of packed rows, and the padding.
 
     Args:
         original: the ``forward`` method.
         refused: why the model does not support packed rows, or "".
+        unpadded: why the model does not support padding between tokens, or "".
         unplaced: whether the model numbers the tokens after a cache from 0 unless it receives ``position_ids``.
     """
     names = tuple(inspect.signature(original).parameters)[1:]
@@ -104,19 +117,98 @@ def pass_borders(original: Callable, refused: str, unplaced: bool = False) -> Ca
         tokens = next((t for t in map(given.get, ("input_ids", "inputs_embeds")) if t is not None), None)
         if tokens is None or not tokens.is_cpu:
             return original(self, *args, **kwargs)
-        if unplaced and "position_ids" in names:
-            given |= _placed(given, tokens)
-        ids = found(given, *tokens.shape[:2]) if tokens.shape[1] > 1 else None
-        if ids is None:
-            return original(self, **given)
-        if refused:
+        batch, n = tokens.shape[:2]
+        own, mask = padding(given, batch, n)
+        if mask is not None:
+            refuse_between(self.config, mask, n, unpadded)
+        if "position_ids" in names and given.get("position_ids") is None:
+            given |= _placed(given, n, mask, unplaced)
+        ids = found(given, batch, n) if n > 1 else None
+        if ids is not None and refused:
             raise ValueError(
                 f"{type(self).__name__} does not support packed rows: {refused}; pass one sequence per row"
             )
-        with _expecting(ids), _remembered(self, ids):
-            return original(self, **_completed(given, ids, names))
+        outer = _rows.get()
+        if ids is None and own is None and outer.real is None:
+            return original(self, **given)
+        rows = Rows(outer.ids if ids is None else ids, own)
+        with _reading(rows), _remembered(self, rows):
+            return original(self, **(given if ids is None else _completed(given, ids, names)))
 
     return forward
+
+
+def padding(given: Mapping[str, Any], batch: int, n: int) -> tuple[Tensor | None, Tensor | None]:
+    """Return which tokens are real, from a model's arguments.
+
+    Returns:
+        The mask (B,N) of the model's tokens, and that of all tokens so far (B,M), both bool; None if all are real, or
+        if only the first is known.
+
+    Raises:
+        ValueError: the mask does not fit the tokens.
+    """
+    whole = given.get("attention_mask")
+    masks = whole.values() if isinstance(whole, Mapping) else [whole]  # by kind of layer, as of generate
+    mask = next((one for one in masks if isinstance(one, Tensor) and one.dim() == 2), None)
+    if mask is None:
+        # That of a model around this one, whose tokens they are.
+        outer = _rows.get().real
+        return outer if outer is not None and tuple(outer.shape) == (batch, n) else None, None
+    if len(mask) != batch or mask.shape[1] < n:
+        raise ValueError(
+            f"attention_mask must be (B, N) = {(batch, n)}, or longer by the tokens of the cache, with 1 on real "
+            f"tokens, not {tuple(mask.shape)}"
+        )
+    mask = mask.bool()
+    if bool(mask.all()):
+        return None, None
+    last = mask[:, mask.shape[1] - n :]
+    return None if bool(last.all()) else last, mask if isinstance(whole, Tensor) else None
+
+
+def real(batch: int, n: int, *, earlier: bool = False) -> Tensor | None:
+    """Return which of a layer's n tokens are real (B,N); None if all are.
+
+    Args:
+        batch: number of rows.
+        n: number of tokens.
+        earlier: the tokens begin with some of earlier calls, which count as real.
+
+    Raises:
+        ValueError: a layer has other rows than the model.
+    """
+    mask = _rows.get().real
+    if mask is None:
+        return None
+    more = n - mask.shape[1]
+    if len(mask) != batch or more < 0 or (more and not earlier):
+        raise ValueError(f"a layer has {(batch, n)} tokens, but the padded rows of its model are {tuple(mask.shape)}")
+    return F.pad(mask, (more, 0), value=True)
+
+
+def refuse_between(config: Any, mask: Tensor, n: int, why: str) -> None:
+    """Raise ValueError for padding between tokens that a model cannot skip.
+
+    Args:
+        config: the model's.
+        mask: (B,M) bool, the real ones of all tokens so far.
+        n: number of tokens that the model reads now, the last ones.
+        why: why the model never can, or ""; in a sliding window, padding takes the places of real tokens.
+    """
+    after = mask.flip(1).cumsum(1).flip(1) > 0
+    between = ~mask & (mask.cumsum(1) > 0) & after
+    names = ("sliding_window", "sliding_window_size", "attention_window_size")
+    text = config.get_text_config()
+    window = next((size for name in names if isinstance(size := getattr(text, name, None), int)), None)
+    if not why and window is not None and mask.shape[1] > window:
+        between = between[:, max(mask.shape[1] - n - window, 0) :]
+        why = f"in its sliding window of {window} tokens, padding takes the places of real tokens"
+    if why and bool(between.any()):
+        raise ValueError(
+            f"a model of type {config.model_type} does not support padding between tokens: {why}; "
+            "pad prompts on the left"
+        )
 
 
 def told(original: Callable) -> Callable:
@@ -141,31 +233,31 @@ def sequences(batch: int, n: int) -> Tensor | None:
     Raises:
         ValueError: a layer has other rows than the model.
     """
-    ids = _expected.get()
+    ids = _rows.get().ids
     if ids is not None and tuple(ids.shape) != (batch, n):
         raise ValueError(f"a layer has {(batch, n)} tokens, but the packed rows of its model are {tuple(ids.shape)}")
     return ids
 
 
 @contextlib.contextmanager
-def _expecting(ids: Tensor) -> Iterator[None]:
-    token = _expected.set(ids)
+def _reading(rows: Rows) -> Iterator[None]:
+    token = _rows.set(rows)
     try:
         yield
     finally:
-        _expected.reset(token)
+        _rows.reset(token)
 
 
 @contextlib.contextmanager
-def _remembered(model: nn.Module, ids: Tensor) -> Iterator[None]:
-    """Make checkpointed layers know the boundaries when the backward pass computes them again, after the call."""
+def _remembered(model: nn.Module, rows: Rows) -> Iterator[None]:
+    """Make checkpointed layers know the rows when the backward pass computes them again, after the call."""
     layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     kept = [(m, m.__dict__.get("_gradient_checkpointing_func")) for m in layers]
 
     def checkpoint(run: Callable) -> Callable:
         def checkpointed(layer: Callable, *args, **kwargs):
             def again(*given):
-                with _expecting(ids):
+                with _reading(rows):
                     return layer(*given)
 
             return run(again, *args, **kwargs)
@@ -189,16 +281,13 @@ def found(given: Mapping[str, Any], batch: int, n: int) -> Tensor | None:
     Raises:
         ValueError: the arguments contradict each other.
     """
-    outside, positions = _expected.get(), given.get("position_ids")
+    outside, positions = _rows.get().ids, given.get("position_ids")
     if positions is not None and positions.dim() == 3 and positions.shape[0] == 4:
         positions = positions[0]  # text positions; time, height and width follow
     if outside is not None and tuple(outside.shape) != (batch, n):
         outside = None
-    token = _expected.set(None)
-    try:
+    with _reading(Rows()):
         ids = borders(given, batch, n)
-    finally:
-        _expected.reset(token)
     if positions is not None and positions.dim() == 2 and positions.shape[0] == 1:
         positions = positions.expand(batch, -1)
     mask, cache = given.get("attention_mask"), cache_of(given)
@@ -239,12 +328,13 @@ def cache_of(given: Mapping[str, Any]) -> Any:
     )
 
 
-def _placed(given: Mapping[str, Any], tokens: Tensor) -> dict[str, Tensor]:
-    """Return ``position_ids`` (1,N) of tokens (B,N,...) that continue a cache, if the model received none."""
+def _placed(given: Mapping[str, Any], n: int, mask: Tensor | None, unplaced: bool) -> dict[str, Tensor]:
+    """Return ``position_ids`` of the last n tokens, where the model would count padding or forget a cache."""
+    if mask is not None:
+        # As ``generate`` numbers them.
+        return {"position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)[:, mask.shape[1] - n :]}
     cache = cache_of(given)
-    if cache is None or given.get("position_ids") is not None:
-        return {}
-    return {"position_ids": torch.arange(tokens.shape[1])[None] + cache.get_seq_length()}
+    return {"position_ids": torch.arange(n)[None] + cache.get_seq_length()} if unplaced and cache is not None else {}
 
 
 def _completed(given: Mapping[str, Any], ids: Tensor, names: tuple[str, ...]) -> dict[str, Any]:
@@ -269,7 +359,7 @@ def masked(original: Callable) -> Callable:
         # First, so that a compiler sees only the original.
         if torch.compiler.is_compiling():
             return original(*args, **kwargs)
-        if (ids := _expected.get()) is not None and kwargs.get("position_ids") is None:
+        if (ids := _rows.get().ids) is not None and kwargs.get("position_ids") is None:
             kwargs["position_ids"] = positions_of(ids)
         return original(*args, **kwargs)
 

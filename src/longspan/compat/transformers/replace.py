@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import packing
+from . import convolution, packing
 from .counting import counted
 from .families import (
     ATTRIBUTES,
@@ -20,9 +20,11 @@ from .families import (
     GATED_DELTA_NET,
     LAYERS,
     LEAKING,
+    LIGHTNING,
     METHODS,
     RECENT,
     TYPES,
+    UNPADDED,
     UNPLACED,
     UNSERVED,
     UNSERVED_LAYERS,
@@ -60,6 +62,7 @@ def accelerate(model: nn.Module | None = None) -> Status:
         )
     for module in _modules(model):
         _module(module)
+    _cache()
     for layer in () if model is None else model.modules():
         kind = _model(type(layer).__module__)
         for name, ours in ATTRIBUTES.items():
@@ -107,7 +110,7 @@ def _modules(model: nn.Module | None) -> Iterator[ModuleType]:
 
 
 def _module(module: ModuleType) -> None:
-    """Replace the supported functions of a modeling file, and make its models pass on the boundaries of packed rows."""
+    """Replace the supported functions of a modeling file, and tell its layers of packed rows and padding."""
     kind = _model(module.__name__)
     for layer, why in UNSERVED_LAYERS.get(kind, {}).items():
         if layer in module.__dict__:
@@ -137,6 +140,9 @@ def _module(module: ModuleType) -> None:
         untouched[kind] = refused = (
             "its layer is one function before transformers 5.15, so longspan cannot replace its recurrence"
         )
+    unpadded = UNPADDED.get(kind, "")
+    if version() < (5, 15) and kind not in LIGHTNING:
+        unpadded = "transformers before 5.15 keeps padding in the states of its layers"
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
         if name in module.__dict__:
             original = module.__dict__[name]
@@ -145,7 +151,7 @@ def _module(module: ModuleType) -> None:
         if inspect.isclass(owner) and owner.__module__ == module.__name__ and _is_model(owner):
             original = owner.__dict__["forward"]
             one = Replaced(kind, f"{name}.forward", owner, "forward", original)
-            _put(one, packing.pass_borders(original, refused, kind in UNPLACED))
+            _put(one, packing.pass_rows(original, refused, unpadded, kind in UNPLACED))
     wrappers: dict[tuple[str, str], tuple[Callable, str]] = {
         names: (mended, "") for names, mended in CACHES.items()
     } | LAYERS
@@ -153,6 +159,18 @@ def _module(module: ModuleType) -> None:
         if (owner := module.__dict__.get(found)) is not None:
             original: Any = getattr(owner, name, None)  # None for a method that only ours has
             _put(Replaced(kind, f"{found}.{name}", owner, name, original, part=part), mended(original))
+
+
+def _cache() -> None:
+    """Make transformers' caches keep the last real tokens of convolutions, where their layers hold all tokens."""
+    from transformers import cache_utils
+
+    owner: Any = getattr(cache_utils, "LinearAttentionLayer", None)
+    if owner is not None and "conv_kernel_size" in inspect.signature(owner.update_conv_state).parameters:
+        one = Replaced(
+            "", "LinearAttentionLayer.update_conv_state", owner, "update_conv_state", owner.update_conv_state
+        )
+        _put(one, convolution.with_real_tokens(one.original))
 
 
 def _is_model(owner: type) -> bool:

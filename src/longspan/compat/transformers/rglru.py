@@ -11,7 +11,7 @@ from torch import Tensor
 from ...ops.scan import diagonal_scan
 from ...ops.tensors import upcast_half
 from . import convolution
-from .packing import borders
+from .packing import borders, real
 from .states import carried
 
 
@@ -92,6 +92,7 @@ def recurrence(self, activations: Tensor, position_ids: Tensor, segments: Tensor
     y, self.recurrent_states = diagonal_scan(
         x,
         log_decay.masked_fill(first, -torch.inf),
+        mask=real(x.shape[0], x.shape[1]),
         segments=segments,
         state=None if state is None else carried(state, x.dtype),
         return_state=True,

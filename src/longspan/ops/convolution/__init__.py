@@ -122,7 +122,9 @@ def convolve(
     if state is None:
         sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
         state = x.new_zeros(sequences, weight.shape[1] - 1, x.shape[2], dtype=upcast_half(x[:0]).dtype)
-    if mask is not None and x.shape[1]:
+    if not x.shape[1]:
+        mask = segments = None
+    if mask is not None:
         return _skipping(x, weight, bias, state, mask, activation, segments, cu_seqlens)
     if segments is None and cu_seqlens is None:
         found = _token(x, weight, bias, state, activation, donate)
@@ -166,13 +168,16 @@ def _skipping(
             states.append(last)
         return torch.cat(outputs, 1), torch.cat(states)
     # Real tokens come first, in order; masked ones after them, where no real token sees them.
-    (tokens,), rows = gather_valid(mask, x), state.shape[1]
-    ids = None if segments is None else gather_valid(mask, segments)[0]
+    (tokens,), rows, ids, other = gather_valid(mask, x), state.shape[1], None, None
+    if segments is not None:
+        (ids,), begin, end = gather_valid(mask, segments), segments[:, :1], segments[:, -1:]
+        # The first or the last segment may have no real token, so that the gathered ids lack it.
+        state = state.masked_fill((ids[:, :1] != begin)[..., None], 0.0)
+        other = last_valid(torch.cat([begin.expand(-1, rows), ids], 1), mask, rows) != end
     y, _ = convolve(tokens, weight, bias, state, activation=activation, segments=ids)
     last = last_valid(torch.cat([state, tokens.to(state.dtype)], 1), mask, rows)
-    if ids is not None:
-        ids = last_valid(torch.cat([ids[:, :1].expand(-1, rows), ids], 1), mask, rows)
-        last = last * (ids == ids[:, -1:])[..., None]
+    if other is not None:
+        last = last.masked_fill(other[..., None], 0.0)
     return scatter_back(mask, y), last
 
 

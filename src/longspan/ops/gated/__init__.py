@@ -6,7 +6,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from ..._utils.spec import known
-from .. import forms
+from .. import forms, onnx
 from ..arguments import check_mask, check_segments, check_state, describe
 from ..custom_ops import exported
 from ..forms import Form, Forms
@@ -337,6 +337,7 @@ FORMS = Forms(
         "reference": Form(definition.attend),
     },
     exported("recurrence", Recurrence, serve, inputs=6, like=2),
+    onnx=onnx.linear_attention,
     prefers_step=True,
 )
 

@@ -9,6 +9,7 @@ from .. import forms
 from ..arguments import check_mask, check_segments, check_state, describe
 from ..custom_ops import exported
 from ..forms import Form, Forms
+from ..onnx import check_fixed
 from ..operands import check_donation, check_scale, check_stored, same_device
 from ..packed import check_packed
 from ..tensors import per_root, upcast_half
@@ -194,6 +195,12 @@ def _operands(
     return GeneralRecurrence(q, k, v, read, erase, log_decay, state, mask, segments, cu_seqlens, factor, early)
 
 
+def _unrolled(r: GeneralRecurrence) -> tuple[Tensor, Tensor]:
+    # ONNX has no operator for the triangular systems of the chunks.
+    check_fixed(r.op, r.q.shape[2])
+    return general_definition.attend(r)
+
+
 FORMS = Forms(
     {
         "native": Form(general_native.attend, general_native.why_not, general_native.step),
@@ -201,6 +208,7 @@ FORMS = Forms(
         "reference": Form(general_definition.attend),
     },
     exported("general_recurrence", GeneralRecurrence, serve, inputs=7, like=2),
+    onnx=_unrolled,
     prefers_step=True,
 )
 

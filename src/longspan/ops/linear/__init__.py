@@ -213,7 +213,7 @@ def named(
 def serve(r: LinearOperands, donate: bool = False) -> tuple[Tensor, Tensor]:
     """Compute checked operands by the fastest form. Raises ValueError if a forced backend cannot serve the call."""
     if torch.compiler.is_exporting() and not r.causal:
-        return bidirectional.attend(r)
+        return _in_torch(r)
     return forms.serve(FORMS, r, donate)
 
 

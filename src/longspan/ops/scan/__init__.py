@@ -1,5 +1,6 @@
 """Recurrences whose states do not mix: the diagonal scan, and the selective scan of Mamba."""
 
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 from torch import Tensor
@@ -7,6 +8,7 @@ from torch import Tensor
 from ..arguments import check_mask, check_segments, check_state, describe
 from ..custom_ops import exported
 from ..forms import Form, Forms, serve
+from ..onnx import check_fixed
 from ..operands import check_donation, check_stored, same_device
 from ..packed import check_packed
 from ..tensors import upcast_half
@@ -266,6 +268,7 @@ DIAGONAL = Forms(
         "reference": Form(diagonal_forms.reference),
     },
     exported("diagonal_scan", Diagonal, lambda r: serve(DIAGONAL, r), inputs=3, like=0),
+    onnx=lambda r: _unrolled(diagonal_forms.attend, r),
 )
 SELECTIVE = Forms(
     {
@@ -274,7 +277,13 @@ SELECTIVE = Forms(
         "reference": Form(selective_forms.reference),
     },
     exported("selective_scan", Selective, lambda r: serve(SELECTIVE, r), inputs=9, like=0),
+    onnx=lambda r: _unrolled(selective_forms.attend, r),
 )
+
+
+def _unrolled(form: Callable[[Any], tuple[Tensor, Tensor]], r: Diagonal | Selective) -> tuple[Tensor, Tensor]:
+    check_fixed(r.op, r.x.shape[1])
+    return form(r)
 
 
 def _zeros(x: Tensor, cu_seqlens: Tensor | None, *size: int) -> Tensor:

@@ -5,7 +5,6 @@ parameter names, so weights need no conversion, and ``save_pretrained`` writes t
 model types to ``AutoConfig`` and ``AutoModelForCausalLM`` of transformers.
 """
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,21 +50,27 @@ def load(source: str | os.PathLike[str], **options: Any) -> "FlaForCausalLM":
     Raises:
         FileNotFoundError: The ``.pth`` file does not exist.
         ImportError: transformers is not installed.
-        ValueError: The model type is not supported, the config has an option that is not, or weights are missing,
-            unexpected or of another shape.
+        ValueError: The model type is not supported, the config has an option that is not or a damaged one, weights are
+            missing, unexpected or of another shape, or there are far fewer weights than the config describes.
     """
     known = supported()
     if Path(source).suffix == ".pth":
         from .rwkv_files import load_pth
 
         return load_pth(source, **options)
-    config = _config(source, options)
+    from ...transformers.loading import check_files, folder_of, read_config, readable
+
+    config = read_config(source, options)
     kind = config.get("model_type")
-    if kind not in known:
+    if not isinstance(kind, str) or kind not in known:
         raise ValueError(
             f"{os.fspath(source)} has model_type {kind!r}, {refusal(kind)}; supported: {', '.join(sorted(known))}"
         )
-    return known[kind].load(source, config, **options)
+    folder = folder_of(source, options)
+    assert folder is not None
+    check_files(folder)
+    with readable(source):
+        return known[kind].load(source, config, **options)
 
 
 def save_pth(model: "FlaForCausalLM", path: str | os.PathLike[str]) -> None:
@@ -88,24 +93,4 @@ def refusal(kind: Any) -> str:
     """Return why a model type is not supported."""
     from .unserved import UNSERVED
 
-    return UNSERVED.get(kind, "which is not a model type of flash-linear-attention that longspan knows")
-
-
-def _config(source: str | os.PathLike[str], options: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of ``config.json``."""
-    path = Path(source) / "config.json"
-    if not path.is_file():
-        if Path(source).is_dir():
-            raise ValueError(f"{os.fspath(source)} has no config.json")
-        from transformers.utils.hub import cached_file
-
-        hub = ("cache_dir", "revision", "token", "local_files_only", "subfolder", "force_download")
-        found = cached_file(os.fspath(source), "config.json", **{k: v for k, v in options.items() if k in hub})
-        assert found is not None
-        path = Path(found)
-    return json.loads(path.read_text(encoding="utf-8"), object_hook=_number)
-
-
-def _number(found: dict[str, Any]) -> Any:
-    """Return infinities as numbers, which transformers writes as ``{"__float__": "Infinity"}``."""
-    return float(found["__float__"]) if found.keys() == {"__float__"} else found
+    return UNSERVED.get(str(kind), "which is not a model type of flash-linear-attention that longspan knows")

@@ -1,6 +1,7 @@
 """Configs of flash-linear-attention: the options of each family, and which of them longspan supports."""
 
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -76,6 +77,8 @@ class FlaConfig(PreTrainedConfig):
                 f"a config of {self.model_type} has options that longspan does not know: "
                 f"{', '.join(f'{name}={values[name]!r}' for name in unknown)}; known are {', '.join(options)}"
             )
+        if reason := wrong_value(options, COMMON | dict(self.family.options)):
+            raise ValueError(f"this {self.model_type} model is not supported: {reason}")
         for name, value in options.items():
             setattr(self, name, value)
         PreTrainedConfig.__init__(self, **rest)
@@ -92,6 +95,32 @@ class FlaConfig(PreTrainedConfig):
             if layer in one["layers"]:
                 return one
         return None
+
+
+def wrong_value(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+    """Return which value of an option is not of its default's kind, or ""; null is of any kind."""
+    for name, default in defaults.items():
+        value = values[name]
+        if value is None or default is None:
+            continue
+        numeric = isinstance(value, int | float) and not isinstance(value, bool)
+        match default:
+            case bool():
+                wanted, fits = "true or false", isinstance(value, bool)
+            case int():
+                # Ratios may be fractions.
+                wanted, fits = "a positive number", numeric and 0 < value < 1 << 63
+                if "ratio" not in name and not name.startswith("expand"):
+                    wanted, fits = "a positive whole number", fits and isinstance(value, int)
+            case float():
+                wanted, fits = "a number", numeric and math.isfinite(value)
+            case str():
+                wanted, fits = "a text", isinstance(value, str | int)
+            case _:
+                continue
+        if not fits:
+            return f"{name}={value!r} must be {wanted}"
+    return ""
 
 
 def _common_check(config: Any) -> str:

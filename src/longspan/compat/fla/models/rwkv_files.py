@@ -67,8 +67,8 @@ def load_pth(source: str | os.PathLike[str], **options: Any) -> Any:
     try:
         # Files of old versions of torch cannot be mapped into memory.
         weights = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"cannot load {path}: {str(error).splitlines()[0]}") from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"cannot load {path}: {(str(error) or 'the file is empty').splitlines()[0]}") from error
     if not isinstance(weights, Mapping) or not all(isinstance(t, Tensor) for t in weights.values()):
         raise ValueError(f"{path} does not contain a state dict")
     try:
@@ -79,7 +79,10 @@ def load_pth(source: str | os.PathLike[str], **options: Any) -> Any:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     family = supported()["rwkv7"]
-    return family.model.from_pretrained(None, config=family.config(**config), state_dict=weights, **options)
+    try:
+        return family.model.from_pretrained(None, config=family.config(**config), state_dict=weights, **options)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def save_pth(model: Any, path: str | os.PathLike[str]) -> None:
@@ -122,6 +125,10 @@ def converted(weights: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, 
     )
     if missing := [name for name in required if name not in weights]:
         raise ValueError(f"not a file of RWKV-7, which would have {missing[0]}")
+    for name, tensor in weights.items():
+        if name in required or _TRANSPOSED.fullmatch(name.rpartition(".")[2]):
+            if tensor.dim() != 2 or not tensor.numel():
+                raise ValueError(f"{name} must have 2 dimensions, none of size 0, not {tuple(tensor.shape)}")
     found, unknown = {}, []
     for name, tensor in weights.items():
         # The first layer has nothing to mix its values with; some files have these tensors, but nothing reads them.
@@ -142,7 +149,10 @@ def converted(weights: Mapping[str, Tensor]) -> tuple[dict[str, Any], dict[str, 
             "(v7a and v7b, DeepEmbed) are not supported"
         )
     width, hidden = weights["blocks.0.ffn.key.weight"].shape
-    layers = 1 + max(int(match[1]) for match in map(_NAME.match, weights) if match)
+    numbers = {int(match[1]) for match in map(_NAME.match, weights) if match}
+    layers = len(numbers)
+    if numbers != set(range(layers)):
+        raise ValueError(f"the {layers} blocks must have the numbers 0 to {layers - 1}, not {max(numbers)}")
     ranks = {"decay": "w1", "gate": "g1", "a": "a1", "v": "v1"}
     config = {
         "hidden_size": hidden,

@@ -175,11 +175,13 @@ def _begin(unit: str) -> None:
     First what begins a call of the families that modules expect, then what follows: the backward passes, the last
     family first, or without gradients the token steps.
     """
-    family = unit.partition("/")[0]
+    family, _, part = unit.partition("/")
+    if part == "backward":
+        return
     families = [family, *(one for one in _expected if one != family)]
-    compile_ahead(*(f"{one}/forward" for one in families))
     following = "backward" if torch.is_grad_enabled() else "step"
-    compile_ahead(*(f"{one}/{following}" for one in reversed(families)), later=True)
+    compile_ahead(*(ahead for one in families if (ahead := f"{one}/forward") != unit))
+    compile_ahead(*(ahead for one in reversed(families) if (ahead := f"{one}/{following}") != unit), later=True)
 
 
 def compile_ahead(*units: str, later: bool = False) -> None:

@@ -13,7 +13,7 @@ import transformers
 
 from ....transformers import accelerate
 from ....transformers.loading import StrictLoading
-from ..config import WITHOUT_EFFECT, generic_fields
+from ..config import WITHOUT_EFFECT, generic_fields, wrong_value
 
 # Options of both types with their defaults in flash-linear-attention.
 _SHARED: dict[str, Any] = {
@@ -92,6 +92,8 @@ class TransformersFamily:
                 f"a config of {self.model_type} has options that longspan does not know: {', '.join(unknown)}; "
                 f"known are {', '.join(known)}"
             )
+        if reason := wrong_value(options, known):
+            raise ValueError(f"this {self.model_type} model is not supported: {reason}")
         if options["hidden_act"] not in ("silu", "swish"):
             raise ValueError(
                 f"this {self.model_type} model is not supported: hidden_act={options['hidden_act']!r} must be 'silu'"

@@ -169,8 +169,8 @@ def _check(config: Any) -> str:
     count, size = head_sizes(config)
     if not count or count * size != hidden:
         return f"hidden_size={hidden} does not divide into {count} heads of {size} channels"
-    widths = given if isinstance(given, list | tuple) else [given or hidden] * config.num_hidden_layers
-    if len(widths) != config.num_hidden_layers:
+    widths = given if isinstance(given, list | tuple) else [given or hidden]
+    if isinstance(given, list | tuple) and len(widths) != config.num_hidden_layers:
         return f"value_dim has {len(widths)} entries for num_hidden_layers={config.num_hidden_layers}"
     if odd := [width for width in widths if width != widths[0]]:
         return f"value_dim has both {widths[0]} and {odd[0]}: every layer mixes in the values of the first"

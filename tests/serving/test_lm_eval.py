@@ -1,0 +1,93 @@
+"""lm-evaluation-harness: a model has the same figures in Python, accelerated, and through the server."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("tokenizers")
+pytest.importorskip("transformers")
+if importlib.util.find_spec("lm_eval") is None:
+    pytest.skip("lm-eval is not installed", allow_module_level=True)
+
+import servers
+
+import hybrids
+from lm_eval_process import SENTENCES, write_tasks
+from longspan.cli.serve import _loaded
+from longspan.compat.transformers import LongspanConfig, LongspanForCausalLM
+from longspan.data import documents, tokenization
+
+TESTS = Path(__file__).parents[1]
+pytestmark = [pytest.mark.full, pytest.mark.usefixtures("restored")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("\n".join(SENTENCES), encoding="utf-8")
+    return tokenization.train_bpe(documents.sources([str(file)]), 300)
+
+
+def evaluated(folder, way):
+    """The figures of the tasks, and the log-probabilities of the choices."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    tasks = folder / "tasks"
+    tasks.mkdir(exist_ok=True)
+    write_tasks(tasks)
+    command = [sys.executable, str(TESTS / "lm_eval_process.py"), str(folder), str(tasks), way]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads((tasks / "results.json").read_text(encoding="utf-8"))
+
+
+def served(folder, **pool):
+    """The same from a server of the folder."""
+    model, codec, _ = _loaded(str(folder), "")
+    with servers.Running(model, codec=codec, name=str(folder), pool={"slots": 4, "queue": 64} | pool) as running:
+        return evaluated(folder, running.url)
+
+
+def same(found, expected):
+    """Equal accuracies, and log-probabilities and perplexities equal up to rounding."""
+    assert {"choices acc", "choices acc_norm", "text word_perplexity", "text bits_per_byte"} <= set(expected["figures"])
+    assert found["figures"] == pytest.approx(expected["figures"], rel=1e-4)
+    for a, b in zip(found["answers"], expected["answers"], strict=True):
+        assert a == pytest.approx(b, rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["mamba2", "qwen3_5"])
+def test_a_model_of_transformers_has_equal_figures_in_three_ways(kind, tokenizer, tmp_path):
+    hybrids.served(kind)
+    if hybrids.version() < (5, 24):
+        pytest.skip("pools map caches from transformers 5.24 on")
+    vocab = tokenization.vocab_of(tokenization.parsed(tokenizer))
+    hybrids.model(kind, vocab_size=vocab).save_pretrained(tmp_path)
+    _with_tokenizer(tmp_path, tokenizer)
+    expected = evaluated(tmp_path, "stock")
+    assert 1 < expected["figures"]["text byte_perplexity"] < 100
+    same(evaluated(tmp_path, "accelerated"), expected)
+    same(served(tmp_path, capacity=300), expected)
+
+
+def test_a_decoder_of_ours_has_equal_figures_in_two_ways(tokenizer, tmp_path):
+    vocab = tokenization.vocab_of(tokenization.parsed(tokenizer))
+    torch.manual_seed(0)
+    sizes = {"dim": 16, "depth": 2, "heads": 2, "positions": "none", "attention": "gated_deltanet"}
+    LongspanForCausalLM(LongspanConfig(vocab=vocab, **sizes)).save_pretrained(tmp_path)
+    _with_tokenizer(tmp_path, tokenizer)
+    same(served(tmp_path), evaluated(tmp_path, "stock"))
+
+
+def _with_tokenizer(folder, content):
+    """Add the files that ``AutoTokenizer`` reads."""
+    from transformers import PreTrainedTokenizerFast
+
+    (folder / "tokenizer.json").write_text(content, encoding="utf-8")
+    file = str(folder / "tokenizer.json")
+    PreTrainedTokenizerFast(tokenizer_file=file, eos_token=tokenization.END).save_pretrained(folder)
