@@ -15,10 +15,10 @@ from longspan.ops.native.call import available
 PACKAGE = str(Path(longspan.__file__).parent)
 
 
-def to_kernel(call, kernel) -> list[str]:
-    """The functions of the package that are active when ``kernel`` is called."""
+def to_kernel(call, family, unit) -> list[str]:
+    """The functions of the package that are active when the kernel of a unit is called."""
     found: list[list[str]] = []
-    library = loaded("linear")
+    library, kernel = loaded(f"{family}/{unit}"), f"longspan_{family}_{unit}"
     original = getattr(library, kernel)
 
     def recorded(*arguments):
@@ -40,11 +40,14 @@ def to_kernel(call, kernel) -> list[str]:
 
 
 @pytest.mark.skipif(not available(), reason="no native kernels here")
-@pytest.mark.parametrize(("tokens", "kernel"), [(9, "longspan_linear_forward"), (1, "longspan_linear_step")])
-def test_few_functions_from_a_decoder_to_a_kernel(tokens, kernel):
-    model = Decoder(DecoderConfig(dim=16, depth=2, heads=2, feedforward=16, attention="linear", vocab=7)).eval()
-    state = model.init_state(1) if tokens == 1 else None
+@pytest.mark.parametrize("unit", ["forward", "step"])
+@pytest.mark.parametrize(("spec", "family"), [("linear", "linear"), ("gated_deltanet", "gated")])
+def test_few_functions_from_a_decoder_to_a_kernel(spec, family, unit):
+    model = Decoder(DecoderConfig(dim=16, depth=2, heads=2, feedforward=16, attention=spec, vocab=7)).eval()
+    tokens, state = (9, None) if unit == "forward" else (1, model.init_state(1))
     with torch.no_grad():
-        hops = to_kernel(lambda: model(torch.zeros(1, tokens, dtype=torch.long), state), kernel)
+        hops = to_kernel(lambda: model(torch.zeros(1, tokens, dtype=torch.long), state), family, unit)
     assert hops[0] == "models/decoder.py:forward"
-    assert len(hops) <= 9, hops
+    own = hops[hops.index("attention/base.py:forward") :]
+    assert len(own) <= 6, own
+    assert len(hops) - len(own) <= 4, hops

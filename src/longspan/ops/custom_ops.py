@@ -5,7 +5,7 @@ Its annotations are the schema of the operations that are registered here.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -35,6 +35,24 @@ def contiguous_like(like: Tensor) -> Tensor:
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 
+class Kernel(NamedTuple):
+    """A differentiable function of the operands of a family, made by ``kernel``."""
+
+    apply: Callable[..., Any]
+    inputs: int
+    prepare: Callable[[Any], Any]
+
+    def arguments(self, r: Any) -> tuple[Any, ...]:
+        """Return what ``apply`` takes: the operands, and whether there will be a backward pass."""
+        r = self.prepare(r)
+        grows = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in r[: self.inputs])
+        return *r, grows
+
+    def __call__(self, r: Any) -> Any:
+        """Return the outputs."""
+        return self.apply(*self.arguments(r))
+
+
 def kernel(
     name: str,
     operands: type[R],
@@ -47,9 +65,10 @@ def kernel(
     kept: int,
     outputs: int = 2,
     saves: int = 0,
+    prepare: Callable[[R], R] = lambda r: r,
     ready: Callable[[], bool] = lambda: True,
     gradient_shapes: Callable[[R], Sequence[Tensor | None]] | None = None,
-) -> Callable[[R], Any]:
+) -> Kernel:
     """Return ``forward`` as a differentiable function, one operation each way in the graphs of torch.compile.
 
     Args:
@@ -64,6 +83,7 @@ def kernel(
         kept: How many tensors ``forward`` returns after the outputs.
         outputs: How many outputs there are.
         saves: How many of them the backward pass takes, before what ``forward`` kept.
+        prepare: Converts operands to the types that ``forward`` takes, so that autograd sees it.
         ready: Returns whether ``backward`` can run; ``again`` replaces it where not.
         gradient_shapes: Allocates the gradients of all inputs; None for tensors like the inputs, with a contiguous one
             for the last.
@@ -75,12 +95,10 @@ def kernel(
     more = saves + kept
 
     def forward_flat(*given: Any) -> tuple[Tensor, ...]:
-        *numbers, keeps = given
-        return forward(operands(*numbers), keeps)
+        return forward(operands(*given[:-1]), given[-1])
 
     def forward_shapes(*given: Any) -> tuple[Tensor, ...]:
-        *numbers, keeps = given
-        return shapes(operands(*numbers), keeps)
+        return shapes(operands(*given[:-1]), given[-1])
 
     def unpacked(given: Sequence[Any]) -> tuple[R, Sequence[Tensor], Sequence[Tensor], Sequence[bool]]:
         grads, rest, needed = given[:outputs], given[outputs:-1], given[-1]
@@ -109,8 +127,8 @@ def kernel(
         @staticmethod
         def forward(ctx: Any, *numbers: Any) -> Any:
             *given, keeps = numbers
-            run = forward_op if torch.compiler.is_compiling() else forward_flat
-            found = run(*given, keeps)
+            compiling = torch.compiler.is_compiling()
+            found = forward_op(*given, keeps) if compiling else forward(operands(*given), keeps)
             ctx.save_for_backward(*given[:tensors], *found[:saves], *found[outputs:])
             ctx.numbers = given[tensors:]
             return found[:outputs] if outputs > 1 else found[0]
@@ -128,11 +146,7 @@ def kernel(
                 found = [next(made) if t is not None and need else None for t, need in zip(given, needed, strict=False)]
             return (*found, *[None] * (len(given) - inputs + len(ctx.numbers) + 1))
 
-    def call(r: R) -> Any:
-        grows = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in r[:inputs])
-        return Function.apply(*r, grows)
-
-    return call
+    return Kernel(Function.apply, inputs, prepare)
 
 
 def _wanted(r: tuple[Any, ...], found: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor]:

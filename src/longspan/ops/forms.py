@@ -6,13 +6,16 @@ whether the call is one token after a state, ``token``.
 """
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .backends import choose_backend, log_backend, resolve_backend
+from .custom_ops import Kernel
 from .operands import in_onnx, transformed
+from .shards import active_shards
 
 Result = tuple[Tensor, Tensor]  # the output and the state after it
 
@@ -37,6 +40,8 @@ class Forms(NamedTuple):
     """the operation that stands for all of them in an exported program"""
     onnx: Callable[[Any], Result] | None = None
     """writes the call into a graph of ONNX; None writes what ``exported`` does"""
+    sharded: str = ""
+    """the method of ``shards.Shards`` that serves a call in sequence parallelism; empty without one"""
     prefers_step: bool = False
     """whether the step in torch is faster for one token than whole sequences by kernels"""
 
@@ -58,13 +63,18 @@ def serve(forms: Forms, r: Any, donate: bool = False, declined: bool = False) ->
     Raises:
         ValueError: a forced backend cannot serve the call.
     """
+    if forms.sharded and (shards := active_shards()) is not None:
+        return getattr(shards, forms.sharded)(partial(serve, forms), r)
     if forms.onnx is not None and in_onnx():
         return forms.onnx(r)
     if torch.compiler.is_exporting():
         return forms.exported(r)
     table = forms.table
-    if r.token and r.mask is None and not declined and (found := step(forms, r, donate)) is not None:
-        return found
+    if r.token and r.mask is None and not declined:
+        name, single = kernel_step(forms, r)
+        if single is not None and (found := single(r, donate)) is not None:
+            log_backend(r.op, name)
+            return found
     r = resolved(r)
     why_not = {name: form.why_not(r) for name, form in table.items() if form.why_not is not None}
     single = table["torch"].step if r.token else None
@@ -74,18 +84,25 @@ def serve(forms: Forms, r: Any, donate: bool = False, declined: bool = False) ->
         found = single(r, donate and not transformed())
         assert found is not None
         return found
-    return table[name].attend(r)
+    attend = table[name].attend
+    return attend.apply(*attend.arguments(r)) if isinstance(attend, Kernel) else attend(r)
 
 
 def step(forms: Forms, r: Any, donate: bool) -> Result | None:
     """Return the step of the kernels for the device if they serve the call, else None."""
-    cuda = "triton" in forms.table and getattr(r, r.OUTPUT).is_cuda
-    name = resolve_backend(r.op, forms.served, "triton" if cuda else "native")
-    form = forms.table[name]
-    if form.step is None or form.why_not is None or (found := form.step(r, donate)) is None:
+    name, single = kernel_step(forms, r)
+    if single is None or (found := single(r, donate)) is None:
         return None
     log_backend(r.op, name)
     return found
+
+
+def kernel_step(forms: Forms, r: Any) -> tuple[str, Callable[[Any, bool], Result | None] | None]:
+    """Return the backend whose kernels step on the device of the operands, and its step; None without kernels."""
+    cuda = "triton" in forms.table and getattr(r, r.OUTPUT).is_cuda
+    name = resolve_backend(r.op, forms.served, "triton" if cuda else "native")
+    form = forms.table[name]
+    return name, form.step if form.why_not is not None else None
 
 
 def resolved(r: Any) -> Any:

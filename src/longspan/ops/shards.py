@@ -20,11 +20,11 @@ class Shards(Protocol):
         ...
 
     def recur(self, run: Callable[[Any], tuple[Tensor, Tensor]], r: Any) -> tuple[Tensor, Tensor]:
-        """Return ``run(r)``, which is ``gated.serve``, after the state before this shard."""
+        """Return ``run(r)``, which serves checked operands of ``gated``, after the state before this shard."""
         ...
 
     def linear(self, run: Callable[[Any], tuple[Tensor, Tensor]], r: Any) -> tuple[Tensor, Tensor]:
-        """Return ``run(r)``, which is ``linear.serve``, after the sums before this shard."""
+        """Return ``run(r)``, which serves checked operands of ``linear``, after the sums before this shard."""
         ...
 
     def stabilized(self, run: Callable[..., tuple[Tensor, Any]], *args: Any, **kwargs: Any) -> Any:

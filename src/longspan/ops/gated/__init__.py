@@ -12,7 +12,6 @@ from ..custom_ops import exported
 from ..forms import Form, Forms
 from ..operands import check_donation, check_scale, check_stored, same_device
 from ..packed import check_packed
-from ..shards import active_shards
 from ..tensors import per_root, upcast_half
 from . import chunks, definition, fla, native, triton
 from .operands import NORMS, Recurrence, first_state, isolated_call, serve_with_keys
@@ -298,13 +297,12 @@ def recur(
     Raises:
         ValueError: a forced backend cannot serve the call.
     """
-    return serve(_operands(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalize), donate)
+    r = _operands(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalize)
+    return forms.serve(FORMS, r, donate) if q.shape[-1] else serve(r, donate)
 
 
 def serve(r: Recurrence, donate: bool = False, declined: bool = False) -> tuple[Tensor, Tensor]:
     """Compute checked operands by the fastest form; ``declined`` as in ``forms.serve``."""
-    if (shards := active_shards()) is not None:
-        return shards.recur(serve, r)
     return serve_with_keys(FORMS, r, donate, declined)
 
 
@@ -338,6 +336,7 @@ FORMS = Forms(
     },
     exported("recurrence", Recurrence, serve, inputs=6, like=2),
     onnx=onnx.linear_attention,
+    sharded="recur",
     prefers_step=True,
 )
 

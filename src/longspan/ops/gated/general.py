@@ -167,7 +167,8 @@ def recur(
         ValueError: a forced backend cannot serve the call.
     """
     given = (q, k, v, read, erase, log_decay, state, mask, segments, cu_seqlens)
-    return serve(_operands(*given, scale, read_before_decay), donate)
+    r = _operands(*given, scale, read_before_decay)
+    return forms.serve(FORMS, r, donate) if q.shape[-1] else serve(r, donate)
 
 
 def serve(r: GeneralRecurrence, donate: bool = False, declined: bool = False) -> tuple[Tensor, Tensor]:

@@ -25,16 +25,10 @@ def why_not(r: GeneralRecurrence) -> str:
     return "" if r.read.dtype == r.erase.dtype == r.v.dtype else "they take reads and erasures in the dtype of values"
 
 
-def attend(r: GeneralRecurrence) -> tuple[Tensor, Tensor]:
-    """``general.serve`` in C++, for float32 or bfloat16 of any strides.
-
-    -> o (B,H,N,E) with dtype and strides of v, state (B,H,D,E) float32. All sums are in float32. Time is
-    O(N (D E + 64 (D + E))). Memory, threads and MemoryError as in ``native.attend``. Only for operands for which
-    ``why_not`` is empty.
-    """
+def _prepare(r: GeneralRecurrence) -> GeneralRecurrence:
     log_decay = None if r.log_decay is None else r.log_decay.float()
     offsets = None if r.cu_seqlens is None else r.cu_seqlens.long()
-    return _attend(r._replace(log_decay=log_decay, cu_seqlens=offsets, early=r.early and log_decay is not None))
+    return r._replace(log_decay=log_decay, cu_seqlens=offsets, early=r.early and log_decay is not None)
 
 
 def _forward(r: GeneralRecurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +83,7 @@ def _shapes(r: GeneralRecurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(r.v), contiguous_like(r.state), kept_states(r.state, r.q, r.cu_seqlens, keeps)
 
 
-_attend = kernel(
+attend = kernel(
     "general",
     GeneralRecurrence,
     _forward,
@@ -97,9 +91,15 @@ _attend = kernel(
     shapes=_shapes,
     again=partial(by_sequence, composed),
     ready=lambda: call.available("general/backward"),
+    prepare=_prepare,
     inputs=7,
     kept=1,
 )
+"""``general.serve`` in C++, for float32 or bfloat16 of any strides.
+
+-> o (B,H,N,E) with dtype and strides of v, state (B,H,D,E) float32. All sums are in float32. Time is O(N (D E + 64 (D
++ E))). Memory, threads and MemoryError as in ``native.attend``. Only for operands for which ``why_not`` is empty.
+"""
 
 
 def step(r: GeneralRecurrence, donate: bool) -> tuple[Tensor, Tensor] | None:

@@ -26,17 +26,10 @@ def why_not(r: Recurrence) -> str:
     return call.why_not(r.q, r.k, r.v, r.state, *r[3:5], *r[6:9], family="gated")
 
 
-def attend(r: Recurrence) -> tuple[Tensor, Tensor]:
-    """``gated.serve`` in C++, for float32 or bfloat16 of any strides.
-
-    -> o (B,H,N,E) with dtype and strides of v, state (B,H,D,E) float32. All sums are in float32. Time is
-    O(N (D E + 32 (D + E))). Beyond inputs, output and gradients, memory is that of one state per head, one more per 512
-    tokens and head for the backward pass, and about 20 per thread. Results do not depend on the number of threads, bit
-    for bit. Only for operands for which ``why_not`` is empty. Raises MemoryError if the states cannot be allocated.
-    """
+def _prepare(r: Recurrence) -> Recurrence:
     log_decay, beta = (None if t is None else t.float() for t in (r.log_decay, r.beta))
     offsets = None if r.cu_seqlens is None else r.cu_seqlens.long()
-    return _attend(r._replace(log_decay=log_decay, beta=beta, cu_seqlens=offsets))
+    return r._replace(log_decay=log_decay, beta=beta, cu_seqlens=offsets)
 
 
 def _forward(r: Recurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,7 +81,7 @@ def _shapes(r: Recurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(r.v), contiguous_like(r.state), kept_states(r.state, r.q, r.cu_seqlens, keeps)
 
 
-_attend = kernel(
+attend = kernel(
     "gated",
     Recurrence,
     _forward,
@@ -96,9 +89,17 @@ _attend = kernel(
     shapes=_shapes,
     again=partial(prepared, composed),
     ready=lambda: call.available("gated/backward"),
+    prepare=_prepare,
     inputs=6,
     kept=1,
 )
+"""``gated.serve`` in C++, for float32 or bfloat16 of any strides.
+
+-> o (B,H,N,E) with dtype and strides of v, state (B,H,D,E) float32. All sums are in float32. Time is O(N (D E + 32 (D
++ E))). Beyond inputs, output and gradients, memory is that of one state per head, one more per 512 tokens and head
+for the backward pass, and about 20 per thread. Results do not depend on the number of threads, bit for bit. Only for
+operands for which ``why_not`` is empty. Raises MemoryError if the states cannot be allocated.
+"""
 
 
 def step(r: Recurrence, donate: bool) -> tuple[Tensor, Tensor] | None:

@@ -13,7 +13,6 @@ from ..forms import Form, Forms
 from ..isolated import Packed, Part, isolated
 from ..operands import check_donation, check_eps, check_stored, materialize_neg, same_device, transformed, zero_masked
 from ..packed import check_packed
-from ..shards import active_shards
 from ..tensors import upcast_half, with_ones
 from . import bidirectional, composed, native, recurrence, triton
 from . import causal as causally
@@ -204,17 +203,7 @@ def named(
     Raises:
         ValueError: a forced backend cannot serve the call.
     """
-    r = LinearOperands(q, k, v, state, mask, segments, feature_map, eps, causal)
-    if (shards := active_shards()) is not None:
-        return shards.linear(serve, r)
-    return serve(r, donate)
-
-
-def serve(r: LinearOperands, donate: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute checked operands by the fastest form. Raises ValueError if a forced backend cannot serve the call."""
-    if torch.compiler.is_exporting() and not r.causal:
-        return _in_torch(r)
-    return forms.serve(FORMS, r, donate)
+    return forms.serve(FORMS, LinearOperands(q, k, v, state, mask, segments, feature_map, eps, causal), donate)
 
 
 def _by_features(r: LinearOperands, donate: bool = False) -> tuple[Tensor, Tensor]:
@@ -237,7 +226,8 @@ FORMS = Forms(
         "torch": Form(_in_torch, step=_by_features),
         "reference": Form(_by_features),
     },
-    exported=_by_features,
+    exported=lambda r: _by_features(r) if r.causal else _in_torch(r),
+    sharded="linear",
 )
 
 

@@ -38,13 +38,8 @@ def why_not(r: Diagonal | Selective) -> str:
     return f"they take at most {MOST} states of a channel" if too_many else ""
 
 
-def diagonal(r: Diagonal) -> tuple[Tensor, Tensor]:
-    """``diagonal_scan`` in C++ for operands of any strides -> y like x, state (B,C) float32.
-
-    All sums are in float32. Memory beyond inputs, outputs and gradients is one state per 64 tokens. Results do not
-    depend on the number of threads, bit for bit. Only for operands for which ``why_not`` is empty. Raises MemoryError.
-    """
-    return _diagonal(r._replace(cu_seqlens=None if r.cu_seqlens is None else r.cu_seqlens.long()))
+def _prepare(r: Diagonal) -> Diagonal:
+    return r._replace(cu_seqlens=None if r.cu_seqlens is None else r.cu_seqlens.long())
 
 
 def _diagonal_forward(r: Diagonal, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -82,16 +77,22 @@ def _diagonal_backward(
     return [dx, dg, first]
 
 
-_diagonal = kernel(
+diagonal = kernel(
     "diagonal",
     Diagonal,
     _diagonal_forward,
     _diagonal_backward,
     shapes=lambda r, keeps: (torch.empty_like(r.x), contiguous_like(r.state), _starts(r, keeps)),
     again=diagonal_forms.attend,
+    prepare=_prepare,
     inputs=3,
     kept=1,
 )
+"""``diagonal_scan`` in C++ for operands of any strides -> y like x, state (B,C) float32.
+
+All sums are in float32. Memory beyond inputs, outputs and gradients is one state per 64 tokens. Results do not depend
+on the number of threads, bit for bit. Only for operands for which ``why_not`` is empty. Raises MemoryError.
+"""
 
 
 def diagonal_step(r: Diagonal, donate: bool) -> tuple[Tensor, Tensor] | None:
@@ -114,16 +115,10 @@ def diagonal_step(r: Diagonal, donate: bool) -> tuple[Tensor, Tensor] | None:
     return y, state
 
 
-def selective(r: Selective) -> tuple[Tensor, Tensor]:
-    """``selective_scan`` in C++ for operands of any strides -> y like x, state (B,channels,S) float32.
-
-    All sums are in float32. The backward pass keeps one state per 64 tokens and computes the others again; its own
-    memory is S / 32 numbers per number of x. Results do not depend on the number of threads, bit for bit. Only for
-    operands for which ``why_not`` is empty. Raises MemoryError.
-    """
+def _prepare_selective(r: Selective) -> Selective:
     skip, bias = (None if t is None else t.float() for t in (r.D, r.dt_bias))
     offsets = None if r.cu_seqlens is None else r.cu_seqlens.long()
-    return _selective(r._replace(A=r.A.float(), D=skip, dt_bias=bias, cu_seqlens=offsets))
+    return r._replace(A=r.A.float(), D=skip, dt_bias=bias, cu_seqlens=offsets)
 
 
 def _selective_forward(r: Selective, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,7 +176,7 @@ def _selective_gradient_shapes(r: Selective) -> list[Tensor | None]:
     return found
 
 
-_selective = kernel(
+selective = kernel(
     "selective",
     Selective,
     _selective_forward,
@@ -189,9 +184,16 @@ _selective = kernel(
     shapes=lambda r, keeps: (torch.empty_like(r.x), contiguous_like(r.state), _starts(r, keeps)),
     gradient_shapes=_selective_gradient_shapes,
     again=selective_forms.attend,
+    prepare=_prepare_selective,
     inputs=9,
     kept=1,
 )
+"""``selective_scan`` in C++ for operands of any strides -> y like x, state (B,channels,S) float32.
+
+All sums are in float32. The backward pass keeps one state per 64 tokens and computes the others again; its own memory
+is S / 32 numbers per number of x. Results do not depend on the number of threads, bit for bit. Only for operands for
+which ``why_not`` is empty. Raises MemoryError.
+"""
 
 
 def selective_step(r: Selective, donate: bool) -> tuple[Tensor, Tensor] | None:
