@@ -1,11 +1,14 @@
 """Recurrent mixers in the decode engine: the steps, states and refusals of their modules."""
 
+import math
+
 import pytest
 import torch
 from test_engine import decoder, double, needs_kernels, plain, run
 from torch.utils import _pytree as pytree
 
 import longspan
+from longspan.attention.gla import GLA
 from longspan.generation.native_decoder import Engine
 from longspan.models import pretrained
 
@@ -46,6 +49,26 @@ def test_equals_the_modules_in_double_precision(spec):
     close(found, expected)
     for a, b in zip(pytree.tree_leaves(state), pytree.tree_leaves(wanted), strict=True):
         close(a, b)
+
+
+@pytest.mark.whole
+@pytest.mark.parametrize("spec", ["gated_deltanet", "kda", "ssd", "gla"])
+@pytest.mark.parametrize("large", [1e2, 1e4])
+def test_gates_of_which_the_exponential_overflows(spec, large):
+    """The speeds are small, so that the decays are moderate."""
+    own = model(f"gla(temperature={8 * large})" if spec == "gla" else spec)
+    with torch.no_grad():
+        for mixer in own.modules():
+            if hasattr(mixer, "dt_bias"):
+                mixer.dt_bias.fill_(large)
+                mixer.a_log.fill_(-math.log(large) - 2)
+            elif isinstance(mixer, GLA):
+                mixer.decay[1].bias.fill_(-large)
+    tokens = torch.randint(0, 37, (2, 6))
+    expected, _ = run(plain(double(own)), double(own).init_state(2), tokens)
+    found, _ = run(Engine(own), own.init_state(2), tokens)
+    # The root mean square, as in ``test_head_dimensions_and_batches``.
+    assert (found - expected).square().mean().sqrt() <= 1e-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("batch", [1, 3, 64])

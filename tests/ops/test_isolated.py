@@ -1,5 +1,7 @@
 """Packed sequences next to one that holds NaN or infinity: operations, compiled calls, states and carries."""
 
+import functools
+
 import pytest
 import torch
 from torch.utils import _pytree as pytree
@@ -86,10 +88,12 @@ class TestOperations:
             torch.testing.assert_close(self.outcome(name, given, dtype, NAN), wanted, **tolerance)
 
 
-def test_a_bidirectional_sum_has_what_all_sequences_add():
+@pytest.mark.parametrize("transformed", [False, True])
+def test_a_bidirectional_sum_has_what_all_sequences_add(transformed):
     given = operands(torch.float64)
     given["value"][0, :, 33] = NAN
-    _, after = call("bidirectional", given)
+    run = functools.partial(call, "bidirectional")
+    _, after = torch.func.vjp(run, given)[0] if transformed else run(given)
     assert after[0, ..., :-1].isnan().all()
     clean = {key: t[1:] for key, t in given.items()}
     wanted = linear_attention(*list(clean.values())[:3], causal=False, return_state=True)[1]

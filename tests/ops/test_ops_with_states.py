@@ -48,7 +48,13 @@ OPS = {
     "decay": (longspan.decay_attention, THREE | {"log_decay": decays()}, {}, WIDE, 2),
     "channels": (longspan.decay_attention, THREE | {"log_decay": decays(SIZE)}, {}, WIDE, 2),
     "delta": (longspan.delta_rule, THREE | {"beta": draw(ROWS, HEADS, N, seed=7).sigmoid()}, {}, WIDE, 2),
-    "general": (longspan.general_delta_rule, THREE | {"read": heads(8) / 3, "erase": heads(9) / 3}, {}, WIDE, 2),
+    "general": (
+        longspan.general_delta_rule,
+        THREE | {"read": heads(8) / 3, "erase": heads(9) / 3, "log_decay": decays(SIZE)},
+        {},
+        WIDE,
+        2,
+    ),
     "diagonal": (
         longspan.diagonal_scan,
         TOKENS | {"log_decay": -draw(ROWS, N, SIZE, seed=2).abs()},
