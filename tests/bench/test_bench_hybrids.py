@@ -29,7 +29,7 @@ def test_both_ways_are_measured_in_all_that_a_model_does(options):
     (table, shares) = hybrids.text(result)
     assert [row[2] for row in table[1:]] == list(hybrids.MODES)
     assert table[2][-2:] == ["6 / 3", "0.50"]
-    assert "_AttendBackward" in shares[1][1]
+    assert "gatedBackward" in shares[1][1]
     assert on_cpu.status().functions == {}
 
 

@@ -86,7 +86,8 @@ def test_native_kernels_serve_forward_backward_and_steps(kind, monkeypatch, comp
         return one
 
     for name in counted:
-        monkeypatch.setattr(native, f"_{name}", counting(name, getattr(native, f"_{name}")))
+        library, kernel = native.build.loaded(f"gated/{name}"), f"longspan_gated_{name}"
+        monkeypatch.setattr(library, kernel, counting(name, getattr(library, kernel)))
     on_cpu.accelerate()
     made, x = model(kind), tokens(2, 11)
     layers = sum(type(m).__name__ in _MIXERS for m in made.modules())

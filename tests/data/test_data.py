@@ -182,7 +182,7 @@ def test_real_cifar10():
 
 def test_digits_need_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(ImportError, match=r'pip install "longspan\[train\]"'):
+    with pytest.raises(ImportError, match=r'pip install "\.\[train\]"'):
         load("digits")
 
 

@@ -90,7 +90,7 @@ def test_fetch_reports_a_cache_that_cannot_be_written(tmp_path):
 
 def test_downloads_need_pooch(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pooch", None)
-    with pytest.raises(ImportError, match=r'pip install "longspan\[data\]"'):
+    with pytest.raises(ImportError, match=r'pip install "\.\[data\]"'):
         fetch(["http://127.0.0.1:9/tiny.bin"], "0" * 64, tmp_path)
 
 

@@ -264,7 +264,7 @@ def test_missing_packages_are_named(tmp_path, monkeypatch, name, package):
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_bytes(b"")
     (source,) = documents.sources([str((tmp_path / name) if package == "pyarrow" else tmp_path / "set")])
-    with pytest.raises(ImportError, match=rf'{package}; pip install "longspan\[parquet\]"'):
+    with pytest.raises(ImportError, match=rf'{package}; pip install "\.\[parquet\]"'):
         list(documents.pieces(source))
 
 

@@ -123,30 +123,30 @@ def kernel(
         f"{name}_backward", f"({above}, {fields}, {saved}, bool[] needed) -> Tensor[]", backward_flat, backward_shapes
     )
 
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *numbers: Any) -> Any:
-            *given, keeps = numbers
-            compiling = torch.compiler.is_compiling()
-            found = forward_op(*given, keeps) if compiling else forward(operands(*given), keeps)
-            ctx.save_for_backward(*given[:tensors], *found[:saves], *found[outputs:])
-            ctx.numbers = given[tensors:]
-            return found[:outputs] if outputs > 1 else found[0]
+    def attend(ctx: Any, *numbers: Any) -> Any:
+        *given, keeps = numbers
+        compiling = torch.compiler.is_compiling()
+        found = forward_op(*given, keeps) if compiling else forward(operands(*given), keeps)
+        ctx.save_for_backward(*given[:tensors], *found[:saves], *found[outputs:])
+        ctx.numbers = given[tensors:]
+        return found[:outputs] if outputs > 1 else found[0]
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-            saved, needed = ctx.saved_tensors, list(ctx.needs_input_grad[:inputs])
-            given, also = saved[:tensors], saved[tensors:]
-            if torch.is_grad_enabled() or not ready():
-                rest = (*given[inputs:], *ctx.numbers)
-                found = double_backward(lambda *t: again(operands(*t, *rest)), given[:inputs], grads)
-            else:
-                run = backward_op if torch.compiler.is_compiling() else backward_flat
-                made = iter(run(*grads, *given, *ctx.numbers, *also, needed))
-                found = [next(made) if t is not None and need else None for t, need in zip(given, needed, strict=False)]
-            return (*found, *[None] * (len(given) - inputs + len(ctx.numbers) + 1))
+    def retreat(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        saved, needed = ctx.saved_tensors, list(ctx.needs_input_grad[:inputs])
+        given, also = saved[:tensors], saved[tensors:]
+        if torch.is_grad_enabled() or not ready():
+            rest = (*given[inputs:], *ctx.numbers)
+            found = double_backward(lambda *t: again(operands(*t, *rest)), given[:inputs], grads)
+        else:
+            run = backward_op if torch.compiler.is_compiling() else backward_flat
+            made = iter(run(*grads, *given, *ctx.numbers, *also, needed))
+            found = [next(made) if t is not None and need else None for t, need in zip(given, needed, strict=False)]
+        return (*found, *[None] * (len(given) - inputs + len(ctx.numbers) + 1))
 
-    return Kernel(Function.apply, inputs, prepare)
+    # A class of this name, so that profiles and graphs of autograd show which kernel they mean.
+    methods = {"forward": staticmethod(attend), "backward": staticmethod(retreat)}
+    function: Any = type(name, (torch.autograd.Function,), methods)
+    return Kernel(function.apply, inputs, prepare)
 
 
 def _wanted(r: tuple[Any, ...], found: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor]:

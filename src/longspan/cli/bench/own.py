@@ -261,7 +261,7 @@ def _serve(args) -> tuple[Generator, Callable]:
             raise ValueError("--no-http measures the pool only, and --peer compares servers; pass one of them")
         return serve_peer.run(serve_peer.Options(peer=args.peer, **given), track), serve_peer.text
     options = serve.Options(http=not args.no_http, **given)
-    model = trained.model(options.model, "", "decoder").model
+    model, *_ = trained.model(options.model, "", "decoder")
     return serve.run(model, options, track), serve.text
 
 
