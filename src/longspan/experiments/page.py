@@ -38,7 +38,7 @@ def fragment(experiment: Experiment, result: Result, images: Iterable[str]) -> s
 
 
 def pictures(folder: Path, name: str) -> list[str]:
-    """The names of an experiment's pictures in a folder: ``NAME.png`` first, then ``NAME-*.png``, without dark versions."""
+    """The names of an experiment's pictures in a folder: ``NAME.png`` first, then ``NAME-*.png``; no dark versions."""
     found = [folder / f"{name}.png", *sorted(folder.glob(f"{name}-*.png"))]
     return [path.name for path in found if path.exists() and not path.stem.endswith("-dark")]
 
