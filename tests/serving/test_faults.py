@@ -699,7 +699,7 @@ def _loop_of(running):
         (b'{"prompt": [' + b'"",' * 16 + b'""]}', 400, "17 streams do not fit into 8 slots and a queue of 8"),
         (b'{"max_tokens": 0}', 400, "max_tokens=0"),
         (b'{"best_of": 2}', 400, "best_of=2"),
-        (b'{"n": 2, "best_of": 1}', 400, "best_of=1 is not supported beside n=2"),
+        (b'{"n": 2, "best_of": 1}', 400, "best_of=1 is not supported with n=2"),
         (b'{"best_of": true}', 400, "best_of=True"),
         (b'{"stream_options": {"include_obfuscation": true}}', 400, "include_obfuscation=True"),
         (b"", 400, "not valid JSON"),

@@ -132,7 +132,7 @@ def without_mark(content: B) -> B:
 
 
 def refuse_nul(content: bytes | bytearray, where: object) -> None:
-    """Raise ValueError for a NUL, which no text has; UTF-16 without a byte order mark has one beside each letter."""
+    """Raise ValueError for a NUL: text has none, and UTF-16 without a byte order mark has one next to each letter."""
     if (place := content.find(0)) >= 0:
         line = content.count(b"\n", 0, place) + 1
         raise ValueError(f"line {line} of {where} has a NUL, which no text has; convert UTF-16 to UTF-8")

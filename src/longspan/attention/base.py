@@ -102,7 +102,7 @@ class Attention(nn.Module, Generic[S]):
     replaces: ClassVar[str] = ""
     """the mechanism that this one replaces in a model with these positions"""
     kernels: ClassVar[tuple[str, ...]] = ()
-    """the families of CPU kernels that a call uses if there are several: their first call compiles all at once"""
+    """the families of CPU kernels that a call uses if there are several: their first call compiles them in parallel"""
     states: tuple[type, ...] = ()
     """the NamedTuples that self-attention takes and returns as state"""
     contexts: ClassVar[tuple[type, ...]] = ()

@@ -77,7 +77,7 @@ def encode(tokenizer: "Tokenizer", texts: list[str], *, special: bool = False) -
 
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Turn a panic of the library, which is no Exception, into a ValueError."""
+    """Turn a panic of the library, which does not derive from Exception, into a ValueError."""
     try:
         yield
     except BaseException as error:

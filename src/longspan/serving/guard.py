@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .requests import Wrong
 
-RETRY = 1  # seconds that a refused client is asked to wait
+RETRY = 1  # seconds that a refused client should wait
 METHODS = ("GET", "POST", "DELETE")
 
 

@@ -574,7 +574,7 @@ class Pool:
                 stream.finished, stream.error = "error", error
 
     def _tell(self, stream: Stream, token: int | None) -> str:
-        """Call the listener of a stream -> what it raised, which is no business of other streams."""
+        """Call the listener of a stream -> the error that it raised; other streams go on."""
         try:
             if stream.listener is not None:
                 stream.listener(stream, token)

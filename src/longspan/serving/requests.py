@@ -200,7 +200,7 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, most: int) -> C
         )
     _neutral(options, allowed)
     if (best := body.get("best_of")) is not None and not (_is_integer(best) and best == numbers["n"]):
-        raise Wrong(f"best_of={_shown(best)} is not supported beside n={numbers['n']}; leave it out", "best_of")
+        raise Wrong(f"best_of={_shown(best)} is not supported with n={numbers['n']}; leave it out", "best_of")
     echo, seed, given = _flag(body, "echo"), numbers["seed"], body.get("prompt", known["prompt"]["default"])
     prompts, session, later = _prompts(given, codec, vocab), body.get("session"), []
     if session is not None:

@@ -64,7 +64,7 @@ class Watch:
     def explain(self, error: BaseException) -> str:
         """What broke the connection to the other processes; "" for another error."""
         text = str(error)
-        # Errors of gloo have no class of their own.
+        # gloo has no class for its errors.
         if not isinstance(error, dist.DistError) and "third_party/gloo" not in text:
             return ""
         place, _ = self.at

@@ -98,7 +98,7 @@ def _lock(name: str) -> threading.RLock:
 
 
 def expect(*families: str) -> None:
-    """Note that a module of this process will use these families: the first compilation compiles them at once."""
+    """Note that a module of this process will use these families: the first compilation compiles them in parallel."""
     _expected.update(dict.fromkeys(families))
 
 

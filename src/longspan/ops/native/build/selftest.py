@@ -49,7 +49,7 @@ Parts = frozenset[str]  # which parts of a family to compare: its units without 
 
 
 def _lacks(tokens: int, parts: Parts) -> bool:
-    """Return whether no part serves a call of so many tokens: one by the step, more by the passes over a sequence."""
+    """Return whether no part serves a call: the step serves one token, the passes over a sequence serve more."""
     return "step" not in parts if tokens == 1 else not parts & {"forward", "backward"}
 
 
