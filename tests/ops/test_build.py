@@ -637,8 +637,10 @@ class TestTrial:
     @pytest.fixture
     def bad(self, tmp_path, monkeypatch):
         def write(body):
-            source = tmp_path / "linear" / "bad.cpp"
+            source = tmp_path / "linear" / "forward.cpp"
             source.parent.mkdir()
+            # The only unit of the family.
+            monkeypatch.setitem(interface.FAMILIES, "linear", {"forward": interface.functions("linear/forward")})
             source.write_text(
                 "".join(f'extern "C" int {name}() {{ {body} }}\n' for name in interface.functions("linear"))
             )
@@ -651,7 +653,7 @@ class TestTrial:
         ("body", "reason"),
         [
             ("__builtin_trap();", ".* terminated by SIG(ILL|TRAP)"),
-            ("return 0;", "a token's output .* is off by "),
+            ("return 0;", "a sequence's output .* is off by "),
         ],
         ids=["crashes", "is wrong"],
     )
