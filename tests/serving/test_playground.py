@@ -241,7 +241,7 @@ def test_a_text_is_branched_where_it_is_clicked(browser, running):
 def test_the_keyboard_is_enough(browser):
     with Running() as running, opened(browser, running) as page:
         page.until("!$('form').hidden")
-        page.js("$('prompt').focus()")
+        page.js("$('prompt').value = ''; $('prompt').focus()")
         page.send("Input.insertText", text="keys 😀 here")
         page.press("Enter", 2, "\r")
         page.until("items[0] && !items[0].control")
