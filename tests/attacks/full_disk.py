@@ -102,7 +102,7 @@ def _images(number: int) -> torch.Tensor:
 
 def _pixels(path: Path) -> np.ndarray:
     with Image.open(path) as image:
-        return np.asarray(image)
+        return np.asarray(image.convert("RGB"))
 
 
 def _model(number: int) -> Decoder:
