@@ -148,6 +148,8 @@ def test_every_page_is_in_the_site(site):
 
 
 @pytest.mark.full
+# torch.onnx.export calls a function of torch that torch has deprecated.
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 def test_python_in_the_pages_runs(page, blocks):
     namespace = {"__name__": page.stem}
