@@ -25,7 +25,7 @@ FLOORS = (
     ("attention", "data", "speech"),
     ("models",),
     ("generation", "train", "testing", "distributed"),
-    ("bench", "compat", "experiments", "serving", "cli", "__init__", "__main__"),
+    ("bench", "compat", "experiments", "serving", "cli", "_api", "__init__", "__main__"),
 )
 FLOOR = {unit: number for number, floor in enumerate(FLOORS) for unit in floor}
 # Packages that `import longspan` must not need.

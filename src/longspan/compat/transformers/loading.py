@@ -206,7 +206,9 @@ def check_files(folder: Path) -> None:
 def _room(folder: Path | None, given: Mapping[str, Any] | None) -> tuple[int, int]:
     """Return the number of tensors and their bytes; (0, 0) if there are none."""
     if folder is not None and given is None:
-        given = headers([str(file) for file in sorted(folder.glob("*")) if file.suffix in (".safetensors", ".bin")])
+        # Not the files of a trainer, such as training_args.bin.
+        files = [file for file in sorted(folder.glob("*")) if file.name.startswith(("model", "pytorch_model"))]
+        given = headers([str(file) for file in files if file.suffix in (".safetensors", ".bin")])
     tensors = [t for t in (given or {}).values() if isinstance(t, Tensor)]
     return len(tensors), sum(t.nbytes for t in tensors)
 
