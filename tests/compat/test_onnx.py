@@ -199,7 +199,7 @@ def test_torch_exports_a_module_around_a_mechanism(spec):
 
 @pytest.mark.full
 @torch.no_grad()
-@pytest.mark.parametrize("spec", ["mamba", "rwkv7", "mlstm", "mamba3", "retention"])
+@pytest.mark.parametrize("spec", ["mamba", "rwkv7", "mamba3", "retention"])
 def test_torch_exports_other_recurrences_with_a_fixed_length(spec):
     x = torch.randn(2, 9, 16)
     session, block = exported(spec, x)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .operands import transformed
+from .operands import in_onnx, transformed
 
 Run = Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]]
 
@@ -21,7 +21,11 @@ def gather_valid(mask: Tensor | None, *tensors: Tensor, axis: int = 1) -> tuple[
     """Move the real tokens of each row to its front, in order: tensors (B,...,N,...), mask (B,N)."""
     if mask is None:
         return tensors
-    order = (~mask).to(torch.uint8).argsort(dim=1, stable=True)
+    order = (~mask).to(torch.uint8)
+    if in_onnx():  # which has no stable sort
+        order = (order.long() * mask.shape[1] + torch.arange(mask.shape[1])).argsort(dim=1)
+    else:
+        order = order.argsort(dim=1, stable=True)
     return tuple(pick(x, order, axis) for x in tensors)
 
 
