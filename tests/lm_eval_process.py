@@ -1,4 +1,4 @@
-"""Two tasks of lm-evaluation-harness in a process of their own: ``python THIS_FILE MODEL FOLDER WAY``.
+"""Two tasks of lm-evaluation-harness in a separate process: ``python THIS_FILE MODEL FOLDER WAY``.
 
 MODEL is a folder of transformers. FOLDER has the tasks; ``write_tasks`` writes them. WAY is ``stock``, ``accelerated``,
 or the address of a server. The process writes FOLDER/results.json.
@@ -11,7 +11,7 @@ import warnings
 from pathlib import Path
 
 TASKS = ("choices", "text")
-LENGTH = 192  # tokens that a model reads at once
+LENGTH = 192  # tokens that a model reads in one call
 SENTENCES = (
     "The old man looked at the river for a long while, and then he looked at it again",
     "A boat with one lamp came down the river, and the water was as black as ink",

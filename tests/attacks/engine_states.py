@@ -82,7 +82,7 @@ def attack(dice: random.Random) -> str | None:
             found, _ = Engine(model)(token, state) if engine else model(token, state, donate=dice.random() < 0.5)
     except ValueError as error:
         return None if str(error).strip() else "a ValueError without a word"
-    except Exception as error:  # whatever it is, it is no answer
+    except Exception as error:  # any error counts as a failed answer
         return f"{type(error).__name__}: {str(error).splitlines()[0][:150]} ({text}, {positions}, part {which})"
     if same is None:
         return None

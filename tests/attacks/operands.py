@@ -44,7 +44,7 @@ def attack(name: str, dice: random.Random, seed: int) -> str | None:
             found = call(name, options)
     except ValueError as error:
         return None if str(error).strip() else "a ValueError without a word"
-    except Exception as error:  # whatever it is, it is no answer
+    except Exception as error:  # any error counts as a failed answer
         return f"{type(error).__name__}: {str(error).splitlines()[0][:200]} (backend {chosen}, value {shape})"
     if spoilt:
         return f"took a {spoilt} (backend {chosen})"

@@ -62,7 +62,7 @@ def attack(spec: str, dice: random.Random) -> str | None:
     except ValueError as error:
         refused = f"backend {kind!r}" in str(error)
         return None if refused else f"ValueError: {str(error)[:200]} ({spec}, {kind}, {dtype})"
-    except Exception as error:  # whatever it is, it is no answer
+    except Exception as error:  # any error counts as a failed answer
         return f"{type(error).__name__}: {str(error).splitlines()[0][:200]} ({spec}, {kind}, {dtype})"
     where = f"{spec}, causal={module.causal}, backend {kind}, {dtype}, {lengths}, {content} in number {which}"
     for what, a, b in zip(("outputs", "gradients"), found, wanted, strict=True):

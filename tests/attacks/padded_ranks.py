@@ -75,7 +75,7 @@ def attack(run: Callable[..., list[float]], spec: str, dice: random.Random) -> s
     where = f"{spec}, shards {lengths}, {given}"
     try:
         gaps = run(len(lengths), shard_cases.attention_gaps, spec, lengths, **given)
-    except Exception as error:  # whatever it is, it is no answer
+    except Exception as error:  # any error counts as a failed answer
         return f"{type(error).__name__}: {str(error)[:300]} ({where})"
     if not max(gaps) <= LIMIT:
         return f"outputs, state, gradients of inputs and of weights differ by {gaps} ({where})"

@@ -150,7 +150,7 @@ def content(dice: random.Random) -> tuple[bytes, int, dict[str, Any]]:
 
 
 def damaged(dice: random.Random, data: bytes) -> bytes:
-    """A body that is no JSON of known fields."""
+    """A body that is not JSON of known fields."""
     match dice.choice(DAMAGES):
         case "cut":
             return data[: dice.randrange(len(data))]

@@ -214,7 +214,7 @@ def test_top_p_of_one_keeps_what_rounding_hides():
 
 
 def test_the_lower_of_equal_levels_goes_first():
-    # So many that a sort that is not stable changes their order.
+    # Enough of them that an unstable sort changes their order.
     for kind, top_p in ((Categorical(7), 0.3), (Categorical(700), 0.0029)):
         outputs = torch.zeros(999, kind.levels)
         assert kind.sample(outputs, top_k=2).unique().tolist() == [0, 1]

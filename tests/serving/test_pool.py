@@ -352,7 +352,7 @@ class TestPrefixCache:
         cache.keep([1, 2], state, outputs)
         given = state, outputs
         for _ in range(3):
-            # Whoever gave it, or got it, goes on in place.
+            # Its owner, or the stream that got it, continues in place.
             for t in pytree.tree_leaves(given):
                 t.zero_()
             read, *given = cache.find([1, 2, 3])
@@ -714,7 +714,7 @@ class TestSampler:
         assert len(found.unique()) == 36
 
     def test_of_equal_tokens_the_lower_ones_are_kept(self):
-        # So many that a sort that is not stable changes their order.
+        # Enough of them that an unstable sort changes their order.
         scores = torch.zeros(300, 700)
         places = torch.zeros(300, dtype=torch.long)
         for options, kept in (({"top_k": 3}, 3), ({"top_p": 2.5 / 700}, 3), ({"temperature": 0}, 1)):

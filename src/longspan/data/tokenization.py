@@ -242,7 +242,7 @@ def write(
 def write_files(folder: Path, content: str) -> None:
     """Write a tokenizer's file, and the one by which ``AutoTokenizer`` of transformers reads it, into a new folder.
 
-    The token ``<|endoftext|>`` ends documents if the tokenizer has it. There is no padding token, as in GPT-2.
+    The token ``<|endoftext|>`` ends documents if the tokenizer has it. As in GPT-2, no padding token is defined.
 
     Raises OSError.
     """

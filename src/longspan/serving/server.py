@@ -257,7 +257,7 @@ class Server:
             raise Wrong("the model's thread has ended; restart the server", status=503, code="model_error")
 
     async def _aside(self, size: int, work: Callable[[], T]) -> T:
-        """Return the result of work on so many bytes or tokens, which a thread does where it takes long."""
+        """Return the result of work on a number of bytes or tokens; a thread does it if there are many."""
         return work() if size <= SHORT else await asyncio.get_running_loop().run_in_executor(self.threads, work)
 
     async def _body(self, request: Request, check: Callable[[Any], T]) -> T:
