@@ -70,6 +70,8 @@ class Browser:
         )
         for end in (*theirs, *passed):
             os.close(end)
+        self.poll = select.poll()
+        self.poll.register(self.input, select.POLLIN)
         self.count, self.buffer, self.events = 0, b"", []
         return self
 
@@ -115,7 +117,7 @@ class Browser:
         while b"\0" not in self.buffer:
             # Events of a page may come all the time.
             left = end - time.monotonic()
-            ready = left > 0 and select.select([self.input], [], [], left)[0]
+            ready = left > 0 and self.poll.poll(1000 * left)
             assert ready, f"Chromium does not answer {method}"
             data = os.read(self.input, 1 << 20)
             assert data, "Chromium has ended"

@@ -259,6 +259,14 @@ class TestStore:
             trusted.library(path, seal.sha256)
         assert store.read(next(folder.glob("*.json"))) is None
 
+    @needs_linux
+    def test_finding_it_again_opens_nothing_more(self, tiny):
+        build.find("linear/tiny")
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            build.find("linear/tiny")
+        assert len(os.listdir("/proc/self/fd")) == before
+
     def test_no_link_is_followed(self, tiny, folder, tmp_path):
         path, seal = store.provide("linear", COMPILER, folder)
         os.replace(path, tmp_path / "moved.so")

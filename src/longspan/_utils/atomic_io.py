@@ -14,7 +14,7 @@ import errno
 import os
 import re
 import secrets
-import select
+import selectors
 import shutil
 import stat
 from collections.abc import Callable, Iterator
@@ -74,8 +74,10 @@ def open_stream(path: str | os.PathLike, seconds: float = 5.0) -> BinaryIO:
         return open_regular(path)
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if not select.select([descriptor], [], [], seconds)[0]:
-            raise OSError(errno.ETIMEDOUT, f"no program wrote to this FIFO within {seconds:g} s", str(path))
+        with selectors.DefaultSelector() as selector:
+            selector.register(descriptor, selectors.EVENT_READ)
+            if not selector.select(seconds):
+                raise OSError(errno.ETIMEDOUT, f"no program wrote to this FIFO within {seconds:g} s", str(path))
         os.set_blocking(descriptor, True)
         return open(descriptor, "rb")
     except BaseException:

@@ -188,23 +188,29 @@ def dtypes(subject: Subject, gauge: Gauge) -> None:
     with torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             module, low = subject.make(dtype=dtype), x.to(dtype)
+            # Each order of the sums is one draw of rounding errors: the reference's bound is the larger of its two.
             with backend("reference"):
-                plain = (module(low)[0].double() - question.answer[0]).abs().max().item()
-            outputs = {"one call": module(low)[0]}
-            if subject.causal:
-                outputs["steps"] = run(module, low, [1] * TOKENS, module.init_state(BATCH))[0]
+                reference = _both_ways(subject, module, low).values()
+            plain = max((y.double() - question.answer[0]).abs().max().item() for y in reference)
+            outputs = _both_ways(subject, module, low)
             for how, y in outputs.items():
                 gauge.require(y.dtype is dtype and y.isfinite().all(), f"{dtype}, {how}: {y.dtype}, or not finite")
                 allowed = 2 * plain + torch.finfo(dtype).eps
                 question.close(gauge, [y], f"{dtype}, {how}", allowed, dtype)
         module = subject.make(dtype=torch.float32)
         with torch.autocast(subject.device.type, torch.bfloat16):
-            outputs = {"autocast": module(x.float())[0]}
-            if subject.causal:
-                outputs["autocast, steps"] = run(module, x.float(), [1] * TOKENS, module.init_state(BATCH))[0]
+            outputs = _both_ways(subject, module, x.float())
         for how, y in outputs.items():
-            gauge.require(y.isfinite().all(), f"{how}: not finite")
-            question.close(gauge, [y], how, AUTOCAST, torch.bfloat16)
+            gauge.require(y.isfinite().all(), f"autocast, {how}: not finite")
+            question.close(gauge, [y], f"autocast, {how}", AUTOCAST, torch.bfloat16)
+
+
+def _both_ways(subject: Subject, module: Any, x: Tensor) -> dict[str, Tensor]:
+    """The output of one call, and of a token per call if the mechanism is causal."""
+    outputs = {"one call": module(x)[0]}
+    if subject.causal:
+        outputs["steps"] = run(module, x, [1] * TOKENS, module.init_state(BATCH))[0]
+    return outputs
 
 
 def adversarial(subject: Subject, gauge: Gauge) -> None:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 _WRITABLE = stat.S_IWGRP | stat.S_IWOTH
+_names: dict[str, str] = {}  # by sha256: descriptors of libraries
 
 
 class Untrusted(PermissionError):
@@ -67,7 +68,7 @@ def library(path: Path, sha256: str) -> str:
     """Return a name by which the linker opens exactly the file with this sha256.
 
     On Linux it is the name of a descriptor, which stays open, since the linker takes a library of the same name for the
-    same library. Raises Untrusted for other content, and as ``open_file`` does.
+    same library; the same content has one descriptor. Raises Untrusted for other content, and as ``open_file`` does.
     """
     descriptor = open_file(path)
     try:
@@ -78,11 +79,11 @@ def library(path: Path, sha256: str) -> str:
         os.close(descriptor)
         raise
     name = f"/proc/self/fd/{descriptor}"
-    if sys.platform == "linux" and os.path.exists(name):
-        return name
-    # No other user can rename a folder on this path.
-    os.close(descriptor)
-    return str(path)
+    # Elsewhere the path: no other user can rename a folder on it.
+    kept = _names.setdefault(sha256, name) if sys.platform == "linux" and os.path.exists(name) else str(path)
+    if kept != name:
+        os.close(descriptor)
+    return kept
 
 
 def _check_above(path: Path) -> None:
