@@ -11,7 +11,7 @@ import longspan
 import ranks
 import shard_cases
 from longspan.attention.base import REGISTRY
-from longspan.distributed import parallel, shards
+from longspan.distributed import parallel
 
 LIMIT = 1e-10
 DOCUMENTS = torch.tensor([[0] * 8 + [1] * 5 + [2] * 8, [0] * 3 + [1] * 7 + [3] * 10 + [5]])
@@ -49,7 +49,7 @@ HANDED = tuple(
     spec
     for name in longspan.list_mechanisms()
     for spec in REGISTRY[name].examples
-    if name not in (*shards.SUMS, *shards.TOKENS)
+    if not REGISTRY[name].parallel_by
     and "causal" in REGISTRY[name].directions
     and not parallel._why_not(longspan.build(spec, dim=16, heads=2))
 )

@@ -127,6 +127,9 @@ class Attention(nn.Module, Generic[S]):
     """the mechanism that this one replaces in a model with these positions"""
     kernels: ClassVar[tuple[str, ...]] = ()
     """the families of CPU kernels that a call uses if there are several: their first call compiles them in parallel"""
+    parallel_by: ClassVar[str] = ""
+    """what a call sees of other shards of its row: ``sums`` (of all, by one exchange), ``tokens`` (the last or all, if
+    the call has no state), or ``""``: the state is handed from shard to shard. A subclass does not inherit it"""
     states: tuple[type, ...] = ()
     """the NamedTuples that self-attention takes and returns as state"""
     contexts: ClassVar[tuple[type, ...]] = ()
@@ -163,6 +166,7 @@ class Attention(nn.Module, Generic[S]):
             missing.append("a docstring, whose first line is its row in the documentation")
         if missing:
             raise TypeError(f"{cls.__name__} needs {', '.join(missing)}")
+        cls.parallel_by = cls.__dict__.get("parallel_by", "")
         cls.examples = cls.__dict__.get("examples") or (cls.name,)
         spec.known(cls.family, FAMILIES, "family of mechanisms")
         supported = _supported(cls.attend)

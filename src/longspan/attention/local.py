@@ -24,6 +24,7 @@ class Local(Patterned):
 
     name, paper, cost = "local", "2004.05150", "N W D"
     family = "sparse"
+    parallel_by = "tokens"
     equations = (
         r"o_i = \sum_{j \in P_i} p_{ij} v_j, \quad "
         r"p_{ij} = \mathrm{softmax}_{j \in P_i} \frac{q_i \cdot k_j}{\sqrt D}, \quad "

@@ -62,6 +62,7 @@ class Performer(Attention[PerformerState | PeakState | ContextSums]):
 
     name, paper, cost = "performer", "2009.14794", "N D^2 log D"
     family = "linear"
+    parallel_by = "sums"
     equations = (
         r"o_i = \frac{\sum_{j \in \mathcal{A}_i} (\phi(q_i) \cdot \phi(k_j)) v_j}{\sum_{j \in \mathcal{A}_i} "
         r"\phi(q_i) \cdot \phi(k_j)}, \quad "
