@@ -179,6 +179,20 @@ class TestValues:
             states.check_values(torch.zeros(2, device="meta"))
 
 
+def test_a_file_that_is_replaced_while_it_is_read_is_read_as_it_was(tmp_path, monkeypatch):
+    module, state = started("linear", rows=2)
+    longspan.states.save(state, tmp_path / "s")
+    opened = states.atomic_io.open_regular
+
+    def open_and_replace(path):
+        file = opened(path)
+        longspan.states.save(module.init_state(1), path)
+        return file
+
+    monkeypatch.setattr(states.atomic_io, "open_regular", open_and_replace)
+    assert torch.equal(longspan.states.load(tmp_path / "s", module.init_state(1)).sums, state.sums)
+
+
 def test_threads_that_write_one_file_leave_one_whole_state(tmp_path):
     from concurrent.futures import ThreadPoolExecutor
 

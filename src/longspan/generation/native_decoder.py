@@ -2,6 +2,7 @@
 
 import ctypes
 import threading
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +35,28 @@ class Known(NamedTuple):
     state: DecoderState
     addresses: ctypes.Array  # of the layers' states, in the form that the kernel reads
     places: list[tuple[int, int]]  # address and size in bytes of each tensor's storage
+
+
+@dataclass(frozen=True, eq=False)
+class DraftState:
+    """The state after ``Engine.verify``, of whose tokens ``states.rewind`` can undo any number."""
+
+    state: DecoderState  # sums and recent inputs from before these tokens, counters from after them
+    journal: decode.Journal
+    engine: "Engine"
+
+    def rewindable(self) -> int:
+        """See ``states.rewindable``."""
+        return int(self.journal.kept.min())
+
+    def rewound(self, counts: Tensor) -> "DraftState":
+        """See ``states.rewind``."""
+        kept = self.journal.kept - counts
+        return DraftState(_moved(self.state, -counts), self.journal._replace(kept=kept), self.engine)
+
+    def settled(self) -> DecoderState:
+        """See ``states.settle``."""
+        return self.engine.verify(self.journal.kept.new_zeros(len(self.journal.kept), 0), self)[1].state
 
 
 class Engine:
@@ -122,9 +145,7 @@ class Engine:
         if last is not None:
             addresses = last.addresses
         else:
-            state = DecoderState(state.position.contiguous(), tuple(map(_whole, state.layers)))
-            if overlap(*(t for layer in state.layers for t in layer if t.is_floating_point())):
-                raise ValueError("the engine overwrites the state, parts of which share memory; pass a clone of it")
+            state = self._own(state)
             addresses = _addresses(state)
         self.local.last, embedded = None, None
         if self.sinusoidal:
@@ -139,22 +160,92 @@ class Engine:
             addresses = _addresses(state)
             code = decode.step(self.plan, addresses, given, state.position, embedded, out)
         if code != decode.FINE:
-            # The kernel has not changed the state, but the caller may have since the last call.
-            _check_counters(state)
-            check_tokens(tokens, self.model.start, None)
-            self.model.embedding(tokens, state.position)
-            raise AssertionError(f"the kernel returned code {code} for a call that the decoder accepts")
+            self._explain(code, tokens, state)
         mark_overwritten(*(t for layer in state.layers for t in layer))
         state = _advance(state, addresses)
         self.local.last = Known(state, addresses, _places(state))
         return (out if self.dtype == torch.float32 else out.to(self.dtype)), state
 
+    @torch.no_grad()
+    def verify(self, tokens: Tensor, state: DecoderState | DraftState) -> tuple[Tensor, DraftState]:
+        """Read several tokens of each sequence, any of which can be undone, with the bits of one call for each.
+
+        Each weight is read once for all tokens, which makes a draft of several tokens cheaper than the calls it saves.
+
+        Args:
+            tokens: (B,K) int64.
+            state: A decoder's state, or what this method returned. It is overwritten.
+
+        Returns:
+            The outputs (B,K,likelihood.size), and the next state. ``states.rewind(state, tokens=...)`` undoes the last
+            ones, and ``states.settle(state)`` returns the decoder's state.
+
+        Raises:
+            ValueError: As a call does.
+        """
+        if isinstance(state, DraftState) and state.engine is not self:
+            raise ValueError("the state is that of another engine; settle it first")
+        if isinstance(state, DraftState):
+            (plain, journal), room = (state.state, state.journal), max(state.journal.room, tokens.shape[-1])
+        else:
+            self._check(state)
+            plain, journal, room = self._own(state), None, tokens.shape[-1]
+        batch = len(plain.position)
+        if tokens.dim() != 2 or len(tokens) != batch or tokens.dtype != torch.int64 or not tokens.is_cpu:
+            came = f"{tokens.dtype} {tuple(tokens.shape)} on {tokens.device}"
+            raise ValueError(f"tokens must be int64 ({batch}, K) on the CPU, not {came}")
+        journal = self._journal(batch, room, journal)
+        embedded, given = None, tokens.contiguous()
+        if self.sinusoidal:
+            check_tokens(tokens, self.model.start, None)
+            embedded, given = self._embedded(tokens, plain.position), None
+        out = torch.empty(batch, tokens.shape[1], self.outputs, dtype=torch.float32, device="cpu")
+        code = decode.step(self.plan, _addresses(plain), given, plain.position, embedded, out, journal)
+        if code == decode.NO_ROOM:
+            plain = plain._replace(layers=tuple(_with_room(layer, tokens.shape[1]) for layer in plain.layers))
+            code = decode.step(self.plan, _addresses(plain), given, plain.position, embedded, out, journal)
+        if code != decode.FINE:
+            self._explain(code, tokens, plain)
+        mark_overwritten(*(t for layer in plain.layers for t in layer))
+        kept = torch.full_like(journal.kept, tokens.shape[1])
+        after = DraftState(_moved(plain, tokens.shape[1]), journal._replace(kept=kept), self)
+        return (out if self.dtype == torch.float32 else out.to(self.dtype)), after
+
+    def _journal(self, batch: int, room: int, before: decode.Journal | None) -> decode.Journal:
+        """A journal for ``room`` tokens with the entries of the one before."""
+        if before is not None and before.room >= room:
+            return before
+        layers = []
+        for i, layer in enumerate(self.layers):
+            reads = not issubclass(self.layouts[i].kind, KeyValues)
+            entries = torch.zeros(batch, room, 2, layer.width, dtype=torch.float32, device="cpu") if reads else None
+            if before is not None and entries is not None and (old := before.layers[i]) is not None:
+                entries[:, : old.shape[1]] = old
+            layers.append(entries)
+        return decode.Journal(tuple(layers), torch.zeros(batch, dtype=torch.long) if before is None else before.kept)
+
+    def _own(self, state: DecoderState) -> DecoderState:
+        """The state with contiguous tensors, none of which share memory."""
+        state = DecoderState(state.position.contiguous(), tuple(map(_whole, state.layers)))
+        if overlap(*(t for layer in state.layers for t in layer if t.is_floating_point())):
+            raise ValueError("the engine overwrites the state, parts of which share memory; pass a clone of it")
+        return state
+
+    def _explain(self, code: int, tokens: Tensor, state: DecoderState) -> None:
+        """Raise ValueError for what the kernel has refused, with the reason that the decoder gives."""
+        # The kernel has not changed the state, but the caller may have since the last call.
+        _check_counters(state)
+        check_tokens(tokens, self.model.start, None)
+        self.model.embedding(tokens, state.position)
+        raise AssertionError(f"the kernel returned code {code} for a call that the decoder accepts")
+
     def _embedded(self, tokens: Tensor, position: Tensor) -> Tensor:
-        """(B,1,dim) float32, the output of ``Embedding`` in eval mode, from the copy of the weights."""
+        """(B,K,dim) float32, the output of ``Embedding`` in eval mode, from the copy of the weights."""
         x = nn.functional.embedding(tokens, self.rows)
         kind = self.sinusoidal
         assert kind is not None
-        x = x + sinusoid(position[:, None], x.shape[-1], x.dtype, layout=kind.layout, base=kind.base)
+        at = position[:, None] + torch.arange(tokens.shape[1])
+        x = x + sinusoid(at, x.shape[-1], x.dtype, layout=kind.layout, base=kind.base)
         return x.float().contiguous()
 
     def _check(self, state: Any) -> None:
@@ -271,27 +362,32 @@ def _address(layer: Any) -> decode.State:
     return decode.State(numbers[0], second, counter, layer.keys.shape[2] if isinstance(layer, KeyValues) else 0)
 
 
-def _with_room(layer: Any) -> Any:
+def _with_room(layer: Any, tokens: int = 1) -> Any:
     if not isinstance(layer, KeyValues):
         return layer
     used, slots = int(layer.length.max()), layer.keys.shape[2]
-    if isinstance(layer, FixedKeyValues) and used == slots:
+    if isinstance(layer, FixedKeyValues) and used + tokens > slots:
         raise ValueError(f"all {slots} slots of the cache of fixed capacity are in use; fix a larger capacity")
-    return kv_cache.with_room(layer, used + 1)
+    return kv_cache.with_room(layer, used + tokens)
 
 
 def _advance(state: DecoderState, addresses: ctypes.Array) -> DecoderState:
-    """The state one token later, with ``addresses`` updated. Layers that share a counter share the next one."""
+    """The state one token later, with ``addresses`` updated."""
+    state = _moved(state, 1)
+    for i, layer in enumerate(state.layers):
+        if layer[-1].dtype == torch.int64:
+            addresses[i].position = layer[-1].data_ptr()
+    return state
+
+
+def _moved(state: DecoderState, by: int | Tensor) -> DecoderState:
+    """The state with other counters, by a number or (B,). Layers that share a counter share the next one."""
     counts: dict[int, Tensor] = {}
 
     def later(count: Tensor) -> Tensor:
         if id(count) not in counts:
-            counts[id(count)] = count + 1
+            counts[id(count)] = count + by
         return counts[id(count)]
 
-    layers = list(state.layers)
-    for i, layer in enumerate(layers):
-        if layer[-1].dtype == torch.int64:
-            layers[i] = type(layer)(*layer[:-1], later(layer[-1]))
-            addresses[i].position = layers[i][-1].data_ptr()
+    layers = (type(a)(*a[:-1], later(a[-1])) if a[-1].dtype == torch.int64 else a for a in state.layers)
     return DecoderState(later(state.position), tuple(layers))

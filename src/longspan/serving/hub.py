@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .._utils.optional_deps import need
+from .._utils.typecheck import format_value
 from ..data import tokenization
 from .adapters import why_not_type
 from .text import Bytes
@@ -39,7 +40,7 @@ def load(source: str, stop: str = "") -> tuple[Any, Tokenized | Bytes | None]:
     config = _config(folder)
     kind = config["model_type"]
     if not isinstance(kind, str):
-        raise ValueError(f"{source} has model_type {kind!r}, which must be a text")
+        raise ValueError(f"{source} has model_type {format_value(kind)}, which must be a text")
     if kind == "longspan":
         return _of_longspan(folder, stop)
     from ..compat.fla import models as fla
@@ -48,9 +49,9 @@ def load(source: str, stop: str = "") -> tuple[Any, Tokenized | Bytes | None]:
 
     of_fla = kind in fla.supported()
     if not of_fla and kind in UNSERVED:
-        raise ValueError(f"{source} has model_type {kind!r}, {UNSERVED[kind]}; it is not served")
+        raise ValueError(f"{source} has model_type {format_value(kind)}, {UNSERVED[kind]}; it is not served")
     if not of_fla and (reason := why_not_type(kind.removesuffix("_text"))):
-        raise ValueError(f"{source} has model_type {kind!r}, which is not served: {reason}")
+        raise ValueError(f"{source} has model_type {format_value(kind)}, which is not served: {reason}")
     content = _tokenizer(folder)
     if not content:
         raise ValueError(

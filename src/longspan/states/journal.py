@@ -93,18 +93,17 @@ class Journal:
             return replace(self, state=state, newer=newer)
         return replace(self, state=state, older=newer, newer=Mark(state))
 
-    def rewound(self, tokens: int | Tensor) -> "Journal":
-        """See ``rewind``."""
-        counts = torch.as_tensor(tokens)
-        least, most = (int(counts.min()), int(counts.max())) if counts.numel() else (0, 0)
-        if counts.dim() > 1 or counts.is_floating_point() or counts.dtype == torch.bool:
-            raise ValueError(f"tokens must be an integer, or integers (B,), not {counts.dtype} {tuple(counts.shape)}")
-        if least < 0 or most > rewindable(self):
-            raise ValueError(
-                f"tokens={most if least >= 0 else least} cannot be undone; this state can undo 0 to {rewindable(self)}"
-            )
-        if most == 0:
-            return self
+    def rewindable(self) -> int:
+        """See ``rewindable``."""
+        return _fewest(Mark(None, self.older.calls + self.newer.calls))
+
+    def settled(self) -> Any:
+        """See ``settle``."""
+        return self.state
+
+    def rewound(self, counts: Tensor) -> "Journal":
+        """See ``rewind``; ``counts`` are checked, and not all 0."""
+        most = int(counts.max())
         # The calls since the older mark begin with those that it has, and end with those of the newer one.
         mark = self.newer
         if _fewest(mark) < most:
@@ -216,9 +215,7 @@ def journal(state: Any, *, tokens: int) -> Any:
 
 def rewindable(state: Any) -> int:
     """Return how many of the last tokens can be undone, in every row; 0 for a state without a journal."""
-    if not isinstance(state, Journal):
-        return 0
-    return _fewest(Mark(None, state.older.calls + state.newer.calls))
+    return state.rewindable() if hasattr(state, "rewindable") else 0
 
 
 def rewind(state: Any, *, tokens: int | Tensor) -> Any:
@@ -238,11 +235,19 @@ def rewind(state: Any, *, tokens: int | Tensor) -> Any:
     Raises:
         ValueError: For a state without a journal, and for more tokens than ``rewindable``.
     """
-    if not isinstance(state, Journal):
+    if not hasattr(state, "rewound"):
         raise ValueError(f"{type(state).__name__} cannot be rewound; begin with states.journal(state, tokens=...)")
-    return state.rewound(tokens)
+    counts = torch.as_tensor(tokens)
+    if counts.dim() > 1 or counts.is_floating_point() or counts.dtype == torch.bool:
+        raise ValueError(f"tokens must be an integer, or integers (B,), not {counts.dtype} {tuple(counts.shape)}")
+    least, most = (int(counts.min()), int(counts.max())) if counts.numel() else (0, 0)
+    if least < 0 or most > rewindable(state):
+        raise ValueError(
+            f"tokens={most if least >= 0 else least} cannot be undone; this state can undo 0 to {rewindable(state)}"
+        )
+    return state.rewound(counts) if most else state
 
 
 def settle(state: Any) -> Any:
     """Return the ordinary state of a journal; other states are returned as they are."""
-    return state.state if isinstance(state, Journal) else state
+    return state.settled() if hasattr(state, "settled") else state

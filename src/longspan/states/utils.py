@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load as deserialize
 from safetensors.torch import save as serialize
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -372,7 +373,8 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
         ValueError: For a file that is missing, or not the file of a state.
     """
     path = atomic_io.check(Path(path))
-    with _opened(path) as file:
+    # safe_open maps the file by its name, and would block on a FIFO.
+    with _readable(path), atomic_io.open_regular(path), safe_open(path, "pt") as file:
         metadata = file.metadata() or {}
     if metadata.get("longspan") != "state":
         raise ValueError(f"{str(path)!r} is not a readable state file: its header has no entry longspan=state")
@@ -380,12 +382,10 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Generator[Any]:
-    """Open a state file; errors name it."""
+def _readable(path: Path) -> Generator[None]:
+    """Errors within name the state file."""
     try:
-        # safe_open maps the file by its name, and would block on a FIFO.
-        with atomic_io.open_regular(path), safe_open(path, "pt") as file:
-            yield file
+        yield
     except FileNotFoundError as error:
         raise ValueError(f"no state file {str(path)!r}") from error
     except (SafetensorError, OSError, KeyError) as error:
@@ -425,14 +425,19 @@ def load(path: str | os.PathLike[str], like: S) -> S:
     _require_ordinary("load", like)
     path, wanted = atomic_io.check(Path(path)), _named(like)
     _refuse_meta(wanted)
-    with _opened(path) as file:
-        metadata = file.metadata() or {}
+    with _readable(path):
+        # In one piece: safe_open opens the file by its name again, which may be that of a newer one by then.
+        with atomic_io.open_regular(path) as file:
+            content = file.read()
+        found = deserialize(content)
+        header = 8 + int.from_bytes(content[:8], "little")
+        metadata = json.loads(content[8:header]).get("__metadata__", {})
         if metadata.get("tree") != _shape(like):
             raise ValueError(f"{str(path)!r} does not hold the state of this mechanism or stack: {sorted(wanted)}")
-        leaves = {name: file.get_tensor(name) for name in wanted}
-    if metadata.get("sha256") != (found := _digest(leaves, _more(metadata))):
+        leaves = {name: found[name] for name in wanted}
+    if metadata.get("sha256") != (digest := _digest(leaves, _more(metadata))):
         raise ValueError(
-            f"{str(path)!r} was changed or damaged since it was written: its sha256 is {found}, not "
+            f"{str(path)!r} was changed or damaged since it was written: its sha256 is {digest}, not "
             f"{metadata.get('sha256')}; restore it from a copy, or compute the state again"
         )
     state = pytree.tree_unflatten(list(leaves.values()), pytree.tree_structure(like))

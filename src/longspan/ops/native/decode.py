@@ -3,6 +3,7 @@
 import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -152,6 +153,17 @@ class State(ctypes.Structure):
     _fields_ = (("first", _POINTER), ("second", _POINTER), ("position", _POINTER), ("capacity", _LONG))
 
 
+class Journal(NamedTuple):
+    """What the stages of the last call with several tokens have read."""
+
+    layers: tuple[Tensor | None, ...]  # (B,room,2,width) float32 of each layer with sums or a convolution
+    kept: Tensor  # (B,) int64, how many of its tokens remain
+
+    @property
+    def room(self) -> int:
+        return max((layer.shape[1] for layer in self.layers if layer is not None), default=0)
+
+
 @dataclass
 class Weights:
     """Copies of a model's weights in the order of a step; they live as long as this object."""
@@ -210,16 +222,19 @@ def step(
     positions: Tensor,
     embedded: Tensor | None,
     out: Tensor,
+    journal: Journal | None = None,
 ) -> int:
-    """Run one token of every sequence and write the outputs to ``out``.
+    """Run one token of every sequence and write the outputs to ``out``; with a journal K tokens.
 
     Args:
         model: The packed model.
         states: The states of all layers, updated in place.
-        tokens: (B,1) int64, or None.
-        positions: The positions of the tokens.
-        embedded: (B,1,d) float32 in place of tokens, or None.
-        out: (B,1,outputs), filled by the call.
+        tokens: (B,K) int64, or None.
+        positions: (B,) int64, the positions of the first tokens.
+        embedded: (B,K,d) float32 in place of tokens, or None.
+        out: (B,K,outputs), filled by the call.
+        journal: Its tokens that remain are applied to the states, before which the K tokens are computed on copies and
+            recorded in it. Its room is at least K. None: K is 1.
 
     Returns:
         FINE, or an error code; no state has changed then.
@@ -227,13 +242,20 @@ def step(
     Raises:
         MemoryError: the activations cannot be allocated.
     """
+    read = kept = None
+    if journal is not None:
+        read = (_POINTER * len(journal.layers))(*(None if t is None else t.data_ptr() for t in journal.layers))
+        kept = journal.kept.data_ptr()
     code = kernels("decode/step").longspan_decode(
         ctypes.addressof(model),
         ctypes.addressof(states),
         None if tokens is None else tokens.data_ptr(),
         positions.data_ptr(),
         None if embedded is None else embedded.data_ptr(),
-        len(out),
+        *out.shape[:2],
+        read,
+        kept,
+        0 if journal is None else journal.room,
         out.data_ptr(),
         threads(),
     )

@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...._utils.typecheck import format_value
 from .catalog import supported
 
 __all__ = ["load", "refusal", "register", "save_pth", "supported"]
@@ -64,7 +65,8 @@ def load(source: str | os.PathLike[str], **options: Any) -> "FlaForCausalLM":
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in known:
         raise ValueError(
-            f"{os.fspath(source)} has model_type {kind!r}, {refusal(kind)}; supported: {', '.join(sorted(known))}"
+            f"{os.fspath(source)} has model_type {format_value(kind)}, {refusal(kind)}; supported: "
+            f"{', '.join(sorted(known))}"
         )
     folder = folder_of(source, options)
     assert folder is not None

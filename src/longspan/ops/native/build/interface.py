@@ -86,7 +86,7 @@ FAMILIES: dict[str, dict[str, Functions]] = {
             "longspan_packed_size": (LONG, (LONG, LONG)),
             "longspan_pack": (None, (POINTER, LONG, LONG, INT, POINTER)),
             "longspan_pack_taps": (None, (POINTER, POINTER, LONG, LONG, POINTER)),
-            "longspan_decode": (INT, (*[POINTER] * 5, LONG, POINTER, INT)),
+            "longspan_decode": (INT, (*[POINTER] * 5, LONG, LONG, POINTER, POINTER, LONG, POINTER, INT)),
         },
     },
 }

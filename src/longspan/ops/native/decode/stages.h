@@ -175,49 +175,58 @@ inline void run_turn(const longspan_turn& how, std::int64_t position, float* row
 
 constexpr long CHANNELS = 512;  // of a convolution in one unit of work, a multiple of W
 
-inline void run_convolve(const longspan_convolve& how, const longspan_state& state, float* row, long b, long channel,
-                         float* window) {
-    const long rows = how.taps - 1, left = how.channels - channel, count = left < CHANNELS ? left : CHANNELS;
+// The state of a unit: floats, or rows of them that are ``stride`` apart.
+struct Place {
+    float* at;
+    long stride;
+};
+
+inline long channels_of(const longspan_convolve& how, long channel) {
+    return how.channels - channel < CHANNELS ? how.channels - channel : CHANNELS;
+}
+
+// ``inputs``: the recent ones of the channels from ``channel`` on.
+inline void run_convolve(const longspan_convolve& how, Place inputs, float* row, long channel, float* window) {
+    const long count = channels_of(how, channel);
     float* x = row + how.at + channel;
-    const Line<float, float> line{static_cast<float*>(state.second) + b * rows * how.channels + channel,
-                                  x, x, how.channels, 1, 1, how.weights + channel * (how.taps + 1), how.taps, rows};
+    const Line<float, float> line{inputs.at, x, x, inputs.stride, 1, 1, how.weights + channel * (how.taps + 1), how.taps,
+                                  how.taps - 1};
     with_taps(how.taps, [&](auto taps) { convolve_token<decltype(taps)::count, true>(line, count, window); });
 }
 
-// Heads from ... to, counted over the batch; ``width`` numbers lie between the rows.
-inline void run_recur(const longspan_recur& how, const longspan_state& state, float* rows, long width, long from, long to) {
+// Heads from ... to, counted over the rows, whose sums begin at ``sums``; ``width`` numbers lie between the rows.
+inline void run_recur(const longspan_recur& how, float* sums, float* rows, long width, long from, long to) {
     const float* decays = how.log_decays >= 0 ? rows + how.log_decays : how.log_decay;
-    const gated::Step<float> step{static_cast<float*>(state.first), rows + how.query, rows + how.key, rows + how.value, decays,
+    const gated::Step<float> step{sums, rows + how.query, rows + how.key, rows + how.value, decays,
                                   how.beta >= 0 ? rows + how.beta : nullptr, rows + how.to, how.heads,
                                   how.heads / how.key_heads, how.keys, how.values, static_cast<int>(how.decay),
                                   how.normalize != 0, how.scale, width, how.log_decays >= 0 ? width : 0};
     gated::step_rows(step, from, to);
 }
 
-// One head of one sequence; the same thread processes all heads before ``to``, counted over the batch. ``memory``: 6 heads.
-inline void run_linear(const longspan_linear_attention& how, const longspan_state& state, long b, long h, long to, float* row,
-                       float* memory) {
-    const long d = how.size, each = d * (d + 1);
+// One head of one sequence with its sums; the same thread processes those before ``end``. ``memory``: 6 heads.
+inline void run_linear(const longspan_linear_attention& how, float* sums, const float* end, std::int64_t position, long h,
+                       float* row, float* memory) {
+    const long d = how.size;
     const float *q = row + how.from + h * d, *k = q + how.heads * d, *v = k + how.heads * d;
     float *fq = memory, *fk = fq + d, *rq = fk + d, *rk = rq + d, *angles = rk + d;
     map_token(static_cast<int>(how.map), q, fq, d);
     map_token(static_cast<int>(how.map), k, fk, d);
     Token token{fk, fq, fk, fq, v};
     if (how.rates) {
-        turns(how.rates, state.position[b], angles, d);
+        turns(how.rates, position, angles, d);
         rotate(fq, angles, rq, d);
         rotate(fk, angles, rk, d);
         token = {rk, rq, fk, fq, v};
     }
-    float* sums = static_cast<float*>(state.first);
-    advance_head(sums + (b * how.heads + h) * each, sums + to * each, token, row + how.to + h * d, d, d, how.eps);
+    advance_head(sums, end, token, row + how.to + h * d, d, d, how.eps);
 }
 
-// All query heads that share key head g of sequence b; its key and value are first written to the cache. ``memory``: 3 heads.
+// All query heads that share key head g of sequence b; its key and value are first written to the slot. ``memory``: 3 heads.
 template <class T>
-void run_softmax(const longspan_softmax_attention& how, const longspan_state& state, long b, long g, float* row,
+void run_softmax(const longspan_softmax_attention& how, const longspan_state& state, long b, long g, long slot, float* row,
                  float* memory) {
-    const long d = how.size, members = how.heads / how.groups, slot = state.position[b];
+    const long d = how.size, members = how.heads / how.groups;
     const float *queries = row + how.from, *k = queries + (how.heads + g) * d, *v = k + how.groups * d;
     T* keys = static_cast<T*>(state.first) + (b * how.groups + g) * state.capacity * d;
     T* values = static_cast<T*>(state.second) + (b * how.groups + g) * state.capacity * d;

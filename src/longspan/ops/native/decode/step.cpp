@@ -1,7 +1,12 @@
 // A decode step of a whole model: embedding, blocks of mixers and feed-forward networks, head, in one parallel region with
 // only barriers between the stages. Weights are packed once, by longspan_pack. Plain C interface.
 //
-// Sizes: B sequences, d width of the residual stream.
+// A call may compute K tokens of each sequence, with the bits of K calls: they are rows of all that has no state, and
+// states pass from token to token. Such a call leaves the states before its tokens, of which some may be undone, and keeps
+// what their stages have read in a journal. The next call first applies the tokens that remain. A cache is cut by its
+// length.
+//
+// Sizes: B sequences, K tokens, d width of the residual stream. Row b K + t is token t of sequence b.
 #include <cmath>
 #include <cstdlib>
 
@@ -85,12 +90,45 @@ void panel(const longspan_linear& map, long which, const float* x, long xi, long
     }
 }
 
+// The floats of memory that a thread needs for a stage.
+inline long memory_of(const longspan_stage& stage) {
+    switch (stage.kind) {
+        case linear_attention: return 6 * of<longspan_linear_attention>(stage).size;
+        case softmax_attention: return 3 * of<longspan_softmax_attention>(stage).size;
+        case turn: return 2 * of<longspan_turn>(stage).size;
+        case convolve: return W * of<longspan_convolve>(stage).taps;
+        default: return 0;
+    }
+}
+
+// The floats of a unit's state, of which a call with a journal changes a copy.
+inline long state_of(const longspan_stage& stage) {
+    switch (stage.kind) {
+        case linear_attention: {
+            const long size = of<longspan_linear_attention>(stage).size;
+            return size * (size + 1);
+        }
+        case convolve: return (of<longspan_convolve>(stage).taps - 1) * CHANNELS;
+        case recur: return of<longspan_recur>(stage).keys * of<longspan_recur>(stage).values;
+        default: return 0;
+    }
+}
+
+// Of each layer with sums or a convolution (B, room, 2, width) floats, the activations that these read, first those of the
+// convolution; null without a journal. ``kept`` (B): how many tokens of the last call remain.
+struct Journal {
+    float* const* layers;
+    const std::int64_t* kept;
+    long room;
+};
+
 template <class T>
 struct Decode {
     const longspan_model& model;
     const longspan_state* states;
-    long batch, dim, parts;
-    float *x, *normed, *inner;  // activations of all sequences: two of d channels, and those within mixer or network
+    long sequences, count, batch, dim, parts;  // batch: rows
+    float *x, *normed, *inner;  // activations of all rows: two of d channels, and those within mixer or network
+    Journal journal;
 
     // Called by all threads together, like all below.
     void apply(const longspan_linear& map, const float* from, long width, float* to, long to_width, After after,
@@ -118,18 +156,18 @@ struct Decode {
 #pragma omp for schedule(static)
         for (long b = 0; b < batch; ++b)
             for (long j = 0; j < dim; ++j)
-                x[b * dim + j] =
-                    widen(rows[tokens[b] * dim + j]) + (table ? widen(table[positions[b] * dim + j]) : 0.0f);
+                x[b * dim + j] = widen(rows[tokens[b] * dim + j]) +
+                                 (table ? widen(table[(positions[b / count] + b % count) * dim + j]) : 0.0f);
     }
 
-    // f(row, b) for each sequence.
+    // f(row, b) for each row.
     template <class F>
     void each_row(long width, F f) const {
 #pragma omp for schedule(static) nowait
         for (long b = 0; b < batch; ++b) f(inner + b * width, b);
     }
 
-    // f(from, to) for ranges of units, ``units`` for each sequence; the same ranges for the same number of units, so that a
+    // f(from, to) for ranges of units, ``units`` for each row; the same ranges for the same number of units, so that a
     // thread goes on with its own.
     template <class F>
     void each_part(long units, F f) const {
@@ -146,6 +184,100 @@ struct Decode {
         });
     }
 
+    // The units of a stage whose state passes from token to token: those that remain of the last call on the state itself,
+    // ``place(b, unit)``; then those of this call on a copy. run(place, b, unit, row, t), where t counts from the first
+    // token of this call.
+    template <class P, class C, class R>
+    void chain(long units, float* read, long width, P place, C copy, R run) const {
+        const long step = 2 * width, each = journal.room * step;
+        each_of(units, [&](long b, long unit) {
+            for (long t = 0, kept = journal.kept[b]; t < kept; ++t)
+                run(place(b, unit), b, unit, read + b * each + t * step, t - kept);
+        });
+        wait();
+#pragma omp for schedule(static)
+        for (long row = 0; row < batch; ++row)
+            std::memcpy(read + row / count * each + row % count * step, inner + row * width, sizeof(float) * width);
+        each_of(units, [&](long b, long unit) {
+            const Place own = copy(place(b, unit), unit);
+            for (long t = 0; t < count; ++t) run(own, b, unit, inner + (b * count + t) * width, t);
+        });
+    }
+
+    // f(b, unit) for ``units`` of each sequence.
+    template <class F>
+    void each_of(long units, F f) const {
+#pragma omp for schedule(static) nowait
+        for (long i = 0; i < sequences * units; ++i) f(i / units, i % units);
+    }
+
+    // A stage with a state, for the tokens of a call with a journal; false for a stage without one. Its units are not those
+    // of other stages, so that all threads wait before and after it.
+    bool run_chained(const longspan_stage& stage, const longspan_layer& layer, const longspan_state& state, float* read,
+                     float* mine) const {
+        const long width = layer.width;
+        float *sums = static_cast<float*>(state.first), *room = mine + memory_of(stage);
+        switch (stage.kind) {
+            case linear_attention: {
+                const auto& how = of<longspan_linear_attention>(stage);
+                const long size = how.size * (how.size + 1);
+                chain(how.heads, read + width, width,
+                      [&](long b, long h) { return Place{sums + (b * how.heads + h) * size, 0}; },
+                      [&](Place from, long) { return copied(from, size, room); },
+                      [&](Place at, long b, long h, float* row, long t) {
+                          const std::int64_t position = state.position ? state.position[b] + t : 0;
+                          run_linear(how, at.at, at.at + size, position, h, row, mine);
+                      });
+                return true;
+            }
+            case softmax_attention: {
+                const auto& how = of<longspan_softmax_attention>(stage);
+                wait();
+                each_of(how.groups, [&](long b, long g) {
+                    for (long t = 0; t < count; ++t)
+                        run_softmax<T>(how, state, b, g, state.position[b] + t, inner + (b * count + t) * width, mine);
+                });
+                return true;
+            }
+            case convolve: {
+                const auto& how = of<longspan_convolve>(stage);
+                const long rows = how.taps - 1;
+                chain((how.channels + CHANNELS - 1) / CHANNELS, read, width,
+                      [&](long b, long unit) {
+                          float* inputs = static_cast<float*>(state.second) + b * rows * how.channels;
+                          return Place{inputs + unit * CHANNELS, how.channels};
+                      },
+                      [&](Place from, long unit) {
+                          const long n = channels_of(how, unit * CHANNELS);
+                          for (long k = 0; k < rows; ++k)
+                              std::memcpy(room + k * CHANNELS, from.at + k * from.stride, sizeof(float) * n);
+                          return Place{room, CHANNELS};
+                      },
+                      [&](Place at, long, long unit, float* row, long) {
+                          run_convolve(how, at, row, unit * CHANNELS, mine);
+                      });
+                return true;
+            }
+            case recur: {
+                const auto& how = of<longspan_recur>(stage);
+                const long size = how.keys * how.values;
+                chain(how.heads, read + width, width,
+                      [&](long b, long h) { return Place{sums + (b * how.heads + h) * size, 0}; },
+                      [&](Place from, long) { return copied(from, size, room); },
+                      [&](Place at, long, long h, float* row, long) {
+                          run_recur(how, at.at - h * size, row, width, h, h + 1);
+                      });
+                return true;
+            }
+            default: return false;
+        }
+    }
+
+    static Place copied(Place from, long size, float* room) {
+        std::memcpy(room, from.at, sizeof(float) * size);
+        return {room, 0};
+    }
+
     void run_stage(const longspan_stage& stage, const longspan_layer& layer, const longspan_state& state, const float* input,
                    float* mine) const {
         const long width = layer.width;
@@ -158,25 +290,34 @@ struct Decode {
             }
             case linear_attention: {
                 const auto& how = of<longspan_linear_attention>(stage);
-                each_unit(how.heads, width,
-                          [&](float* row, long b, long h, long to) { run_linear(how, state, b, h, to, row, mine); });
+                const long size = how.size * (how.size + 1);
+                float* sums = static_cast<float*>(state.first);
+                each_unit(how.heads, width, [&](float* row, long b, long h, long to) {
+                    run_linear(how, sums + (b * how.heads + h) * size, sums + to * size,
+                               state.position ? state.position[b] : 0, h, row, mine);
+                });
                 break;
             }
             case softmax_attention: {
                 const auto& how = of<longspan_softmax_attention>(stage);
                 each_unit(how.groups, width,
-                          [&](float* row, long b, long g, long) { run_softmax<T>(how, state, b, g, row, mine); });
+                          [&](float* row, long b, long g, long) {
+                              run_softmax<T>(how, state, b, g, state.position[b], row, mine);
+                          });
                 break;
             }
             case turn: {
                 const auto& how = of<longspan_turn>(stage);
-                each_row(width, [&](float* row, long b) { run_turn(how, state.position[b], row, mine); });
+                each_row(width, [&](float* row, long b) {
+                    run_turn(how, state.position[b / count] + b % count, row, mine);
+                });
                 break;
             }
             case convolve: {
                 const auto& how = of<longspan_convolve>(stage);
                 each_unit((how.channels + CHANNELS - 1) / CHANNELS, width, [&](float* row, long b, long unit, long) {
-                    run_convolve(how, state, row, b, unit * CHANNELS, mine);
+                    float* inputs = static_cast<float*>(state.second) + b * (how.taps - 1) * how.channels;
+                    run_convolve(how, {inputs + unit * CHANNELS, how.channels}, row, unit * CHANNELS, mine);
                 });
                 break;
             }
@@ -192,7 +333,8 @@ struct Decode {
             }
             case recur: {
                 const auto& how = of<longspan_recur>(stage);
-                each_part(how.heads, [&](long from, long to) { run_recur(how, state, inner, width, from, to); });
+                float* sums = static_cast<float*>(state.first);
+                each_part(how.heads, [&](long from, long to) { run_recur(how, sums, inner, width, from, to); });
                 break;
             }
             default: {
@@ -227,8 +369,13 @@ struct Decode {
         for (long l = 0; l < model.depth; ++l) {
             const longspan_layer& layer = model.layers[l];
             if (model.prenorm) norm(layer.norm1, x, normed);
-            for (long i = 0; i < layer.count; ++i)
-                run_stage(layer.stages[i], layer, states[l], model.prenorm ? normed : x, mine);
+            for (long i = 0; i < layer.count; ++i) {
+                const longspan_stage& stage = layer.stages[i];
+                if (!journal.layers || !run_chained(stage, layer, states[l], journal.layers[l], mine))
+                    run_stage(stage, layer, states[l], model.prenorm ? normed : x, mine);
+                else
+                    wait();
+            }
             apply(layer.out, inner + layer.mixed, layer.width, x, dim, add, 0);
             wait();
             norm(model.prenorm ? layer.norm2 : layer.norm1, x, model.prenorm ? normed : x);
@@ -240,17 +387,6 @@ struct Decode {
     }
 };
 
-// The floats of memory that a thread needs for a stage.
-inline long memory_of(const longspan_stage& stage) {
-    switch (stage.kind) {
-        case linear_attention: return 6 * of<longspan_linear_attention>(stage).size;
-        case softmax_attention: return 3 * of<longspan_softmax_attention>(stage).size;
-        case turn: return 2 * of<longspan_turn>(stage).size;
-        case convolve: return W * of<longspan_convolve>(stage).taps;
-        default: return 0;
-    }
-}
-
 inline bool caches(const longspan_layer& layer) {
     for (long i = 0; i < layer.count; ++i)
         if (layer.stages[i].kind == softmax_attention) return true;
@@ -259,35 +395,40 @@ inline bool caches(const longspan_layer& layer) {
 
 template <class T>
 int decode(const longspan_model& model, const longspan_state* states, const std::int64_t* tokens,
-           const std::int64_t* positions, const float* embedded, long batch, float* out, int threads) {
+           const std::int64_t* positions, const float* embedded, long sequences, long count, Journal journal, float* out,
+           int threads) {
+    const long batch = sequences * count;
     long width = 0, each = 0;
     for (long l = 0; l < model.depth; ++l) {
         const longspan_layer& layer = model.layers[l];
         if (layer.width > width) width = layer.width;
         if (layer.expand.out > width) width = layer.expand.out;
-        for (long i = 0; i < layer.count; ++i)
-            if (memory_of(layer.stages[i]) > each) each = memory_of(layer.stages[i]);
+        for (long i = 0; i < layer.count; ++i) {
+            const long needed = memory_of(layer.stages[i]) + (journal.layers ? state_of(layer.stages[i]) : 0);
+            if (needed > each) each = needed;
+        }
         // Everything is checked before anything is overwritten.
         if (caches(layer))
-            for (long b = 0; b < batch; ++b)
+            for (long b = 0; b < sequences; ++b)
                 if (states[l].position[b] < 0 || states[l].position[b] > states[l].capacity) return bad_length;
     }
     // A cache that grows must be valid, so all lengths are checked first.
     for (long l = 0; l < model.depth; ++l)
         if (caches(model.layers[l]))
-            for (long b = 0; b < batch; ++b)
-                if (states[l].position[b] == states[l].capacity) return no_room;
+            for (long b = 0; b < sequences; ++b)
+                if (states[l].position[b] + count > states[l].capacity) return no_room;
     if (!embedded)
         for (long b = 0; b < batch; ++b) {
             if (tokens[b] < 0 || tokens[b] >= model.vocab) return bad_token;
-            if (model.table && (positions[b] < 0 || positions[b] >= model.length)) return bad_position;
+            if (model.table && (positions[b / count] < 0 || positions[b / count] + b % count >= model.length))
+                return bad_position;
         }
     const long dim = model.dim;
     each = whole_vectors(each) + 64;
     float* memory = static_cast<float*>(std::malloc(sizeof(float) * (batch * (2 * dim + width) + threads * each)));
     if (!memory) return no_memory;
     float *x = memory, *normed = x + batch * dim, *inner = normed + batch * dim, *room = inner + batch * width;
-    const Decode<T> work{model, states, batch, dim, threads, x, normed, inner};
+    const Decode<T> work{model, states, sequences, count, batch, dim, threads, x, normed, inner, journal};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float* mine = nullptr;
@@ -340,12 +481,16 @@ extern "C" void longspan_pack(const void* weight, long out, long in, int type, v
 }
 
 // One token of every sequence: tokens (B) and positions (B), or embedded (B, d) in place of both -> out (B, outputs);
-// states (depth) are overwritten, their positions are not. Returns 0; 1 if memory runs out; 2 or 3 for a token or a
+// states (depth) are overwritten, their positions are not. With ``journals`` (depth) K tokens: tokens (B, K), embedded
+// (B, K, d), out (B, K, outputs), K at most ``room``; ``kept`` (B) tokens of the last such call are applied first, and
+// positions are those of the first token of this call. Returns 0; 1 if memory runs out; 2 or 3 for a token or a
 // position out of range; 4 if a cache is full; 5 if its length is negative or above its capacity. With an
 // error nothing is changed.
 extern "C" int longspan_decode(const longspan_model* model, const longspan_state* states, const std::int64_t* tokens,
-                               const std::int64_t* positions, const float* embedded, long batch, float* out,
-                               int threads) {
-    return model->type == 0 ? decode<float>(*model, states, tokens, positions, embedded, batch, out, threads)
-                            : decode<bfloat16>(*model, states, tokens, positions, embedded, batch, out, threads);
+                               const std::int64_t* positions, const float* embedded, long batch, long count,
+                               float* const* journals, const std::int64_t* kept, long room, float* out, int threads) {
+    const Journal journal{journals, kept, room};
+    return model->type == 0
+               ? decode<float>(*model, states, tokens, positions, embedded, batch, count, journal, out, threads)
+               : decode<bfloat16>(*model, states, tokens, positions, embedded, batch, count, journal, out, threads);
 }
