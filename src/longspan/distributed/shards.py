@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..attention.base import Attention
 from ..ops import shards as hook
+from ..ops.convolution.operands import Convolution
 from ..ops.gated.decays import LOWEST
 from ..ops.gated.operands import Recurrence
 from ..ops.linear import stabilized
@@ -143,22 +144,9 @@ class ShardsOf:
             before = stabilized.Sums(self.layout.joined(sums), self.layout.joined(top, -torch.inf))
         return _alone(run, q, k, v, causal=True, state=before, **options)
 
-    def convolve(
-        self,
-        run: Recur,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: Tensor | None,
-        *,
-        cu_seqlens: Tensor | None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        _refuse(cu_seqlens=cu_seqlens)
-        wide = upcast_half(x[:0]).dtype
-        if state is None:
-            state = x.new_zeros(x.shape[0], weight.shape[1] - 1, x.shape[2], dtype=wide)
-        return _alone(run, x, weight, bias, self._past(x.to(state.dtype), state), **options)
+    def convolve(self, run: Callable[[Convolution], tuple[Tensor, Tensor]], r: Convolution) -> tuple[Tensor, Tensor]:
+        _refuse(cu_seqlens=r.cu_seqlens)
+        return _alone(run, r._replace(state=self._past(r.x.to(r.state.dtype), r.state)))
 
     def _past(self, x: Tensor, start: Tensor) -> Tensor:
         """Return the last tokens before this shard: x (B,N,...), start (B,rows,...) those before the row."""

@@ -117,10 +117,10 @@ def kernel(
 
     several = ", ".join(["Tensor"] * (outputs + kept))
     above = ", ".join(f"Tensor grad{i}" for i in range(outputs))
-    saved = ", ".join(f"Tensor kept{i}" for i in range(more))
+    saved = "".join(f"Tensor kept{i}, " for i in range(more))
     forward_op = _operation(f"{name}_forward", f"({fields}, bool keeps) -> ({several})", forward_flat, forward_shapes)
     backward_op = _operation(
-        f"{name}_backward", f"({above}, {fields}, {saved}, bool[] needed) -> Tensor[]", backward_flat, backward_shapes
+        f"{name}_backward", f"({above}, {fields}, {saved}bool[] needed) -> Tensor[]", backward_flat, backward_shapes
     )
 
     def attend(ctx: Any, *numbers: Any) -> Any:

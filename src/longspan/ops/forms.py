@@ -42,6 +42,8 @@ class Forms(NamedTuple):
     """writes the call into a graph of ONNX; None writes what ``exported`` does"""
     sharded: str = ""
     """the method of ``shards.Shards`` that serves a call in sequence parallelism; empty without one"""
+    masked: Callable[[Callable[[Any], Result], Any], Result] | None = None
+    """computes a call with masked tokens by calls without; None if the forms take a mask"""
     prefers_step: bool = False
     """whether the step in torch is faster for one token than whole sequences by kernels"""
 
@@ -65,6 +67,8 @@ def serve(forms: Forms, r: Any, donate: bool = False, declined: bool = False) ->
     """
     if forms.sharded and (shards := active_shards()) is not None:
         return getattr(shards, forms.sharded)(partial(serve, forms), r)
+    if forms.masked is not None and r.mask is not None:
+        return forms.masked(partial(serve, forms), r)
     if forms.onnx is not None and in_onnx():
         return forms.onnx(r)
     if torch.compiler.is_exporting():
