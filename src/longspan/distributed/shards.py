@@ -30,7 +30,7 @@ from ..ops.gated.operands import Recurrence
 from ..ops.linear import stabilized
 from ..ops.linear.operands import LinearOperands
 from ..ops.operands import zero_masked
-from ..ops.tensors import unit, upcast_half
+from ..ops.tensors import unit, wide_dtype
 from ..patterns import Pattern
 from . import wavefront
 from .collectives import from_before, gather
@@ -227,7 +227,7 @@ def _sums(
 ) -> tuple[Tensor, Tensor | None]:
     """Return B (B,H,D,E) and A (B,H,1|D,1) of one shard without the delta rule; own (B,N) are its tokens, or None."""
     with torch.autocast(v.device.type, enabled=False):
-        wide = upcast_half(v[:0]).dtype
+        wide = wide_dtype(v)
         keys, values, g = zero_masked(own, k.to(wide), v.to(wide), log_decay)
         assert keys is not None
         assert values is not None

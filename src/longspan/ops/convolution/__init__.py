@@ -7,12 +7,12 @@ from torch import Tensor
 
 from ..._utils.spec import known
 from .. import forms
-from ..arguments import check_mask, check_segments, describe
+from ..arguments import check_operands, describe
 from ..forms import Form, Forms
-from ..operands import check_donation, check_stored, same_device
-from ..packed import by_sequence, check_packed
+from ..operands import check_donation, same_device
+from ..packed import by_sequence
 from ..rows import gather_valid, last_valid, scatter_back
-from ..tensors import upcast_half
+from ..tensors import wide_dtype
 from . import composed, native, triton
 from .operands import Convolution
 
@@ -115,7 +115,7 @@ def convolve(
     """
     if state is None:
         sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        state = x.new_zeros(sequences, weight.shape[1] - 1, x.shape[2], dtype=upcast_half(x[:0]).dtype)
+        state = x.new_zeros(sequences, weight.shape[1] - 1, x.shape[2], dtype=wide_dtype(x))
     r = Convolution(x, weight, bias, state, mask, segments, cu_seqlens, activation == "silu")
     return forms.serve(FORMS, r, donate)
 
@@ -167,26 +167,18 @@ def _check(
     """Raise ValueError unless the arguments of ``causal_convolution`` fit each other."""
     if activation is not None:
         known(activation, ACTIVATIONS, "activation")
-    if x.dim() != 3 or not x.is_floating_point():
-        raise ValueError(f"x must be a floating-point tensor (B, N, C), not {describe(x)}")
-    same_device(x=x, weight=weight, bias=bias, state=state, mask=mask, segments=segments, cu_seqlens=cu_seqlens)
-    check_stored("the state", state)
-    batch, n, channels = x.shape
+    shared = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
+    sizes = check_operands({"x": "B N C", "bias": "C", "mask": "B N"}, "x", x=x, bias=bias, **shared, state=state)
+    same_device(x=x, weight=weight)
+    channels = sizes["C"]
     if weight.dim() != 2 or len(weight) != channels or not weight.shape[1] or not weight.is_floating_point():
         expected = f"(C, K) = ({channels}, at least 1)"
         raise ValueError(f"weight must be a floating-point tensor {expected}, not {describe(weight)}")
-    if bias is not None and (tuple(bias.shape) != (channels,) or not bias.is_floating_point()):
-        raise ValueError(f"bias must be a floating-point tensor {(channels,)}, not {describe(bias)}")
-    if mask is not None:
-        check_mask("mask", mask, (batch, n))
-    if segments is not None:
-        check_segments(segments, (batch, n))
-    sequences = check_packed(cu_seqlens, batch, n, segments)
     if state is not None:
-        rows, wide = weight.shape[1] - 1, upcast_half(x[:0]).dtype
-        fits = state.dim() == 3 and (len(state), state.shape[2]) == (sequences, channels) and state.shape[1] >= rows
-        if not fits or state.dtype not in (wide, x.dtype):
-            expected = f"({sequences}, at least {rows}, {channels})"
+        rows, wide = weight.shape[1] - 1, wide_dtype(x)
+        fits = state.dim() == 3 and (len(state), state.shape[2]) == (sizes["sequences"], channels)
+        if not fits or state.shape[1] < rows or state.dtype not in (wide, x.dtype):
+            expected = f"({sizes['sequences']}, at least {rows}, {channels})"
             raise ValueError(
                 f"state must be {' or '.join(map(str, dict.fromkeys((wide, x.dtype))))} (B, R, C) = {expected}, "
                 f"not {describe(state)}"
