@@ -14,7 +14,8 @@ from .operands import double_backward
 
 R = TypeVar("R", bound=tuple[Any, ...])
 
-TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", int: "int", str: "str"}
+TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", Sequence[int]: "int[]"}
+TYPES |= {float: "float", bool: "bool", int: "int", str: "str"}
 
 
 def _fields(operands: type[tuple[Any, ...]]) -> tuple[str, int]:
@@ -173,30 +174,87 @@ def exported(
     Returns:
         The operation as a function of the operands.
     """
-    fields, tensors = _fields(operands)
 
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
-        out, end = form(operands(*given))
+    def run(r: R) -> tuple[Tensor, Tensor]:
+        out, end = form(r)
         return out.contiguous(), end.contiguous()
 
-    def shapes(*given: Any) -> tuple[Tensor, Tensor]:
-        return contiguous_like(given[like]), contiguous_like(given[inputs - 1])
+    def shapes(r: R) -> tuple[Tensor, Tensor]:
+        return contiguous_like(r[like]), contiguous_like(r[inputs - 1])
+
+    return operation(name, operands, run, shapes=shapes, again=form, inputs=inputs)
+
+
+class Operation(NamedTuple):
+    """An operation of torch on the operands of a family, made by ``operation``."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None
+    """takes the gradient of the first output, the operands and both outputs"""
+
+    def __call__(self, r: Any) -> Any:
+        """Return the outputs."""
+        return self.forward(*r)
+
+
+def operation(
+    name: str,
+    operands: type[R],
+    forward: Callable[[R], tuple[Tensor, Tensor]],
+    *,
+    shapes: Callable[[R], tuple[Tensor, Tensor]],
+    again: Callable[[R], tuple[Tensor, Tensor]],
+    inputs: int,
+    backward: Callable[[R, Tensor, Tensor, Tensor], Sequence[Tensor]] | None = None,
+    ready: Callable[[R], bool] = lambda r: True,
+) -> Operation:
+    """Register ``forward`` as one operation, in eager calls too, so that dispatch modes and programs see it.
+
+    Args:
+        name: Names the operation, ``longspan::NAME``, or ``longspan::NAME_forward`` and ``longspan::NAME_backward``.
+        operands: The NamedTuple that ``forward`` takes.
+        forward: Returns two outputs, neither of which is an operand.
+        shapes: Like ``forward``, but allocates only.
+        again: The outputs by operations of torch, for derivatives of higher order.
+        inputs: How many operands may have gradients. They are the first.
+        backward: Takes the operands, the gradient of the first output, which is then the only one that has one, and
+            both outputs. Returns the gradients of the inputs, each contiguous. None for those of ``again``.
+        ready: Returns whether ``backward`` can run; ``again`` replaces it where not.
+
+    Returns:
+        The operation as a function of the operands.
+    """
+    fields, tensors = _fields(operands)
+
+    def run_backward(grad: Tensor, *given: Any) -> list[Tensor]:
+        assert backward is not None
+        return list(backward(operands(*given[:-2]), grad, *given[-2:]))
+
+    def backward_shapes(grad: Tensor, *given: Any) -> list[Tensor]:
+        return [contiguous_like(t) for t in given[:inputs]]
+
+    backward_op = None
+    if backward is not None:
+        schema = f"(Tensor grad, {fields}, Tensor first, Tensor second) -> Tensor[]"
+        backward_op = _operation(f"{name}_backward", schema, run_backward, backward_shapes)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.numbers = inputs[tensors:]
-        ctx.save_for_backward(*inputs[:tensors])
+        ctx.save_for_backward(*inputs[:tensors], *(() if backward_op is None else output))
 
     def gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Not an operation itself: inside one, autograd would not record the second forward pass.
         saved = ctx.saved_tensors
-        given, fixed = saved[:inputs], (*saved[inputs:], *ctx.numbers)
-        found = double_backward(lambda *t: form(operands(*t, *fixed)), given, grads)
+        given, fixed = saved[:inputs], (*saved[inputs:tensors], *ctx.numbers)
+        if backward_op is None or torch.is_grad_enabled() or not ready(operands(*given, *fixed)):
+            # Not an operation itself: inside one, autograd would not record the second forward pass.
+            found = double_backward(lambda *t: again(operands(*t, *fixed)), given, grads)
+        else:
+            found = backward_op(grads[0], *given, *fixed, *saved[tensors:])
         return *found, *([None] * len(fixed))
 
-    made = _operation(name, f"({fields}) -> (Tensor, Tensor)", run, shapes)
+    full = name if backward_op is None else f"{name}_forward"
+    made = _operation(
+        full, f"({fields}) -> (Tensor, Tensor)", lambda *t: forward(operands(*t)), lambda *t: shapes(operands(*t))
+    )
     made.register_autograd(gradients, setup_context=keep)
-
-    def call(r: R) -> tuple[Tensor, Tensor]:
-        return made(*r)
-
-    return call
+    return Operation(made, backward_op)

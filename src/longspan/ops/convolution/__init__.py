@@ -10,7 +10,7 @@ from .. import forms
 from ..arguments import check_operands, describe
 from ..forms import Form, Forms
 from ..operands import check_donation, same_device
-from ..packed import by_sequence
+from ..packed import by_sequence, count_states
 from ..rows import gather_valid, last_valid, scatter_back
 from ..tensors import wide_dtype
 from . import composed, native, triton
@@ -114,8 +114,8 @@ def convolve(
     Raises ValueError if a forced backend cannot serve the call.
     """
     if state is None:
-        sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-        state = x.new_zeros(sequences, weight.shape[1] - 1, x.shape[2], dtype=wide_dtype(x))
+        rows = weight.shape[1] - 1
+        state = x.new_zeros(count_states(x, cu_seqlens), rows, x.shape[2], dtype=wide_dtype(x))
     r = Convolution(x, weight, bias, state, mask, segments, cu_seqlens, activation == "silu")
     return forms.serve(FORMS, r, donate)
 

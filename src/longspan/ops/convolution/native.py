@@ -10,8 +10,8 @@ from ..buffers import fresh_like
 from ..custom_ops import contiguous_like, kernel
 from ..native import build, call
 from ..native.build.openmp import threads
-from ..native.call import HALVES, available, kernels, pointers, readable, strides
-from ..operands import mark_overwritten, stored
+from ..native.call import HALVES, available, check_allocated, kernels, pointers, readable, strides
+from ..operands import contiguous, mark_overwritten, stored
 from ..packed import check_packed
 from . import composed
 from .operands import Convolution
@@ -46,7 +46,7 @@ def _forward(r: Convolution, keeps: bool) -> tuple[Tensor, Tensor]:
     check_packed(offsets, len(x), x.shape[1])
     first = state.float().contiguous()
     y, end = fresh_like(x), torch.empty_like(first)
-    bias, segments, offsets = (None if t is None else t.contiguous() for t in (bias, segments, offsets))
+    bias, segments, offsets = contiguous(bias, segments, offsets)
     failed = kernels("convolution/forward").longspan_convolution_forward(
         *pointers(x, y, weight, bias, first, end, segments, offsets),
         strides(x[:, None], y[:, None], weight),
@@ -55,8 +55,7 @@ def _forward(r: Convolution, keeps: bool) -> tuple[Tensor, Tensor]:
         HALVES[x.dtype],
         threads(),
     )
-    if failed:
-        raise MemoryError(f"cannot allocate the windows of {threads()} threads")
+    check_allocated(failed, "windows")
     return y, end.to(state.dtype)
 
 
@@ -69,7 +68,7 @@ def _backward(
     dx, before = fresh_like(x), state.float().contiguous()
     first = torch.empty_like(before)
     sums = weight.new_empty(batch * -(-n // library.longspan_convolution_part()), taps + 1, channels)
-    bias, segments, offsets = (None if t is None else t.contiguous() for t in (bias, segments, offsets))
+    bias, segments, offsets = contiguous(bias, segments, offsets)
     failed = library.longspan_convolution_backward(
         *pointers(x, grad, dx, weight, bias, before, grad_end, first, sums, segments, offsets),
         strides(x[:, None], grad[:, None], dx[:, None], weight),
@@ -78,8 +77,7 @@ def _backward(
         HALVES[x.dtype],
         threads(),
     )
-    if failed:
-        raise MemoryError(f"cannot allocate the windows of {threads()} threads")
+    check_allocated(failed, "windows")
     total = sums.sum(0)
     dbias = None if bias is None else total[taps].clone()
     return [dx, total[:taps].mT.contiguous(), dbias, first.to(state.dtype)]
@@ -152,8 +150,7 @@ def step(r: Convolution, donate: bool) -> tuple[Tensor, Tensor] | None:
         HALVES[kept],
         threads(),
     )
-    if failed:
-        raise MemoryError(f"cannot allocate the windows of {threads()} threads")
+    check_allocated(failed, "windows")
     if donate:
         mark_overwritten(state)
     return out, state

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..packed import one_token
+
 
 class Convolution(NamedTuple):
     """Operands of ``causal_convolution``, with C channels and K taps."""
@@ -19,8 +21,4 @@ class Convolution(NamedTuple):
 
     TOKENS = ("x",)
     AXIS, OUTPUT, op = 1, "x", "the causal convolution"
-
-    @property
-    def token(self) -> bool:
-        """Whether the call has one token for each state."""
-        return self.x.shape[1] == 1 and self.cu_seqlens is None
+    token = property(one_token)

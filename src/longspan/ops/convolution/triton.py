@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import triton
 from ..custom_ops import contiguous_like, kernel
-from ..operands import mark_overwritten, stored
+from ..operands import contiguous, mark_overwritten, stored
 from . import composed
 from .operands import Convolution
 
@@ -35,7 +35,7 @@ def _forward(r: Convolution, keeps: bool) -> tuple[Tensor, Tensor]:
     x, weight, bias, state, _, segments, offsets, silu = r
     kernels = _kernels()
     y, end = _result(x), contiguous_like(state)
-    weight, bias, state, segments, offsets = _contiguous(weight.mT, bias, state, segments, offsets)
+    weight, bias, state, segments, offsets = contiguous(weight.mT, bias, state, segments, offsets)
     sizes, marks = _sizes(x, state), (_or(segments, x), _or(offsets, x))
     options = {"KIND": _kind(segments, offsets)}
     taps = {"K": len(weight), "BIAS": bias is not None, "SILU": silu, "STEPS": _steps(offsets)}
@@ -57,7 +57,7 @@ def _backward(
     kernels = _kernels()
     dtype, count = weight.dtype, weight.shape[1]
     dx, first = _result(x), _result(state, memory_format=torch.contiguous_format)
-    weight, bias, state, segments, offsets = _contiguous(weight.mT, bias, state, segments, offsets)
+    weight, bias, state, segments, offsets = contiguous(weight.mT, bias, state, segments, offsets)
     sizes, marks = _sizes(x, state), (_or(segments, x), _or(offsets, x))
     options = {"KIND": _kind(segments, offsets), "K": count, "BIAS": bias is not None, "SILU": silu}
     with torch.cuda.device_of(x):
@@ -151,10 +151,6 @@ def _kernels() -> Any:
 def _result(like: Tensor, **options: Any) -> Tensor:
     """Return ``torch.empty_like``, in float32 under the interpreter, which would truncate instead of rounding."""
     return torch.empty_like(like, dtype=torch.float32 if triton.interpreted() else like.dtype, **options)
-
-
-def _contiguous(*tensors: Tensor | None) -> list[Any]:
-    return [None if t is None else t.contiguous() for t in tensors]
 
 
 def _or(given: Tensor | None, other: Tensor) -> Tensor:

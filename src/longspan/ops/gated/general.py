@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import forms
 from ..custom_ops import exported
 from ..forms import Form, Forms
-from ..onnx import check_fixed
+from ..onnx import unrolled
 from ..operands import check_donation, check_scale
 from ..tensors import per_root
 from . import general_chunks, general_definition, general_native
@@ -195,12 +195,6 @@ def _operands(
     return GeneralRecurrence(q, k, v, read, erase, log_decay, state, mask, segments, cu_seqlens, factor, early)
 
 
-def _unrolled(r: GeneralRecurrence) -> tuple[Tensor, Tensor]:
-    # ONNX has no operator for the triangular systems of the chunks.
-    check_fixed(r.op, r.q.shape[2])
-    return general_definition.attend(r)
-
-
 FORMS = Forms(
     {
         "native": Form(general_native.attend, general_native.why_not, general_native.step),
@@ -208,6 +202,7 @@ FORMS = Forms(
         "reference": Form(general_definition.attend),
     },
     exported("general_recurrence", GeneralRecurrence, serve, inputs=7, like=2),
-    onnx=_unrolled,
+    # ONNX has no operator for the triangular systems of the chunks.
+    onnx=unrolled(general_definition.attend),
     prefers_step=True,
 )

@@ -10,11 +10,11 @@ from ..buffers import fresh_like
 from ..custom_ops import contiguous_like, kernel
 from ..native import build, call
 from ..native.build.openmp import threads
-from ..native.call import HALVES, TYPES, kernels, pointers, readable, strides
-from ..operands import mark_overwritten, stored
+from ..native.call import HALVES, TYPES, check_allocated, kernels, pointers, readable, strides
+from ..operands import contiguous, mark_overwritten, stored
 from ..packed import by_sequence, check_packed
 from .general_chunks import composed
-from .native import SPAN, check_allocated, gate, kept_states, kind, plain, sizes
+from .native import SPAN, gate, kept_states, kind, shapes, sizes
 from .operands import GeneralRecurrence, step_sizes
 
 
@@ -37,7 +37,7 @@ def _forward(r: GeneralRecurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor]
     check_packed(offsets, len(q), q.shape[2])
     assert kernels("general/forward").longspan_general_span() == SPAN
     o, end, starts = fresh_like(v), contiguous_like(state), kept_states(state, q, offsets, keeps)
-    first, mask, segments, offsets = plain(state, mask, segments, offsets)
+    first, mask, segments, offsets = contiguous(state, mask, segments, offsets)
     kept = starts if keeps else None
     failed = kernels("general/forward").longspan_general_forward(
         *pointers(q, k, v, read, erase, o, log_decay, first, end, kept, mask, segments, offsets),
@@ -62,7 +62,7 @@ def _backward(
     dq, dk, dread, derase = (torch.empty_like(t, dtype=torch.float32) if shared else fresh_like(t) for t in vectors)
     dv, first = fresh_like(v), grad_end.clone(memory_format=torch.contiguous_format)
     ddecay = None if log_decay is None else fresh_like(log_decay)
-    mask, segments, offsets = plain(mask, segments, offsets)
+    mask, segments, offsets = contiguous(mask, segments, offsets)
     made = (dq, dk, dv, dread, derase)
     failed = kernels("general/backward").longspan_general_backward(
         *pointers(q, k, v, read, erase, grad, *made, log_decay, ddecay, *kept, first, mask, segments, offsets),
@@ -79,16 +79,12 @@ def _backward(
     return [*found, ddecay, first]
 
 
-def _shapes(r: GeneralRecurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(r.v), contiguous_like(r.state), kept_states(r.state, r.q, r.cu_seqlens, keeps)
-
-
 attend = kernel(
     "general",
     GeneralRecurrence,
     _forward,
     _backward,
-    shapes=_shapes,
+    shapes=shapes,
     again=partial(by_sequence, composed),
     ready=lambda: call.available("general/backward"),
     prepare=_prepare,

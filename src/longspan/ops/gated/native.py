@@ -11,11 +11,11 @@ from ..buffers import fresh_like
 from ..custom_ops import contiguous_like, kernel
 from ..native import build, call
 from ..native.build.openmp import threads
-from ..native.call import HALVES, TYPES, kernels, pointers, readable, strides
-from ..operands import mark_overwritten, stored
+from ..native.call import HALVES, TYPES, check_allocated, kernels, pointers, readable, strides
+from ..operands import contiguous, mark_overwritten, stored
 from ..packed import check_packed
 from .chunks import composed
-from .operands import Recurrence, prepared, step_sizes
+from .operands import GeneralRecurrence, Recurrence, prepared, step_sizes
 
 DECAYS = {None: 0, 3: 1, 4: 2}  # axes of the log decays -> none, per head, per channel, as in gated/chunk.h
 SPAN = 512  # as in gated/chunk.h
@@ -38,7 +38,7 @@ def _forward(r: Recurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
     check_packed(offsets, len(q), q.shape[2])
     assert kernels("gated/forward").longspan_gated_span() == SPAN
     o, end, starts = fresh_like(v), contiguous_like(state), kept_states(state, q, offsets, keeps)
-    first, mask, segments, offsets = plain(state, mask, segments, offsets)
+    first, mask, segments, offsets = contiguous(state, mask, segments, offsets)
     failed = kernels("gated/forward").longspan_gated_forward(
         *pointers(q, k, v, o, log_decay, beta, first, end, starts if keeps else None, mask, segments, offsets),
         strides(q, k, v, o, gate(log_decay), gate(beta)),
@@ -62,7 +62,7 @@ def _backward(
     dq, dk = (torch.empty_like(t, dtype=torch.float32) if shared else fresh_like(t) for t in (q, k))
     dv, first = fresh_like(v), grad_end.clone(memory_format=torch.contiguous_format)
     ddecay, dbeta = (None if t is None else fresh_like(t) for t in (log_decay, beta))
-    mask, segments, offsets = plain(mask, segments, offsets)
+    mask, segments, offsets = contiguous(mask, segments, offsets)
     failed = kernels("gated/backward").longspan_gated_backward(
         *pointers(q, k, v, grad, dq, dk, dv, log_decay, beta, ddecay, dbeta, *kept, first, mask, segments, offsets),
         strides(q, k, v, grad, dq, dk, dv, *map(gate, (log_decay, beta, ddecay, dbeta))),
@@ -77,7 +77,8 @@ def _backward(
     return [dq.to(q.dtype), dk.to(k.dtype), dv, ddecay, dbeta, first]
 
 
-def _shapes(r: Recurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
+def shapes(r: Recurrence | GeneralRecurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate what the forward pass returns."""
     return torch.empty_like(r.v), contiguous_like(r.state), kept_states(r.state, r.q, r.cu_seqlens, keeps)
 
 
@@ -86,7 +87,7 @@ attend = kernel(
     Recurrence,
     _forward,
     _backward,
-    shapes=_shapes,
+    shapes=shapes,
     again=partial(prepared, composed),
     ready=lambda: call.available("gated/backward"),
     prepare=_prepare,
@@ -159,11 +160,6 @@ def kept_states(state: Tensor, q: Tensor, offsets: Tensor | None, keeps: bool) -
     return state.new_empty(batch, heads, -(-q.shape[2] // SPAN), keys, values)
 
 
-def plain(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Return contiguous tensors; None for None."""
-    return [None if t is None else t.contiguous() for t in tensors]
-
-
 def kind(log_decay: Tensor | None) -> int:
     """Return the number by which the kernels know the shape of the log decays."""
     return DECAYS[None if log_decay is None else log_decay.dim()]
@@ -177,9 +173,3 @@ def gate(t: Tensor | None) -> Tensor:
 def sizes(state: Tensor, q: Tensor, v: Tensor, flag: bool) -> "ctypes.Array[ctypes.c_long]":
     """Return the sizes for a C function: sequences, G, H, N, D, E, and a flag."""
     return (ctypes.c_long * 7)(len(state), q.shape[1], v.shape[1], *q.shape[2:], v.shape[-1], flag)
-
-
-def check_allocated(failed: int) -> None:
-    """Raise MemoryError if a kernel could not allocate its states."""
-    if failed:
-        raise MemoryError(f"cannot allocate the states of {threads()} threads")

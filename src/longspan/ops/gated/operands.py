@@ -13,7 +13,7 @@ from ..forms import Forms, serve
 from ..isolated import Packed, Part, isolated
 from ..native.call import LARGEST
 from ..operands import zero_masked
-from ..packed import by_sequence
+from ..packed import by_sequence, count_states, one_token
 from ..tensors import unit, upcast_half, wide_dtype
 from .decays import LOWEST
 
@@ -49,11 +49,7 @@ class Recurrence(NamedTuple):
     # The operands with tokens, their axis, and the one in whose shape the output is.
     TOKENS = ("q", "k", "v", "log_decay", "beta")
     AXIS, OUTPUT = 2, "v"
-
-    @property
-    def token(self) -> bool:
-        """Whether the call has one token for each state."""
-        return self.q.shape[2] == 1 and self.cu_seqlens is None
+    token = property(one_token)
 
     @property
     def op(self) -> str:
@@ -82,11 +78,7 @@ class GeneralRecurrence(NamedTuple):
     TOKENS = ("q", "k", "v", "read", "erase", "log_decay")
     AXIS, OUTPUT = 2, "v"
     op = "the general delta rule"
-
-    @property
-    def token(self) -> bool:
-        """Whether the call has one token for each state."""
-        return self.q.shape[2] == 1 and self.cu_seqlens is None
+    token = property(one_token)
 
 
 def check(normalize: str | None = None, **given: Tensor | None) -> None:
@@ -100,8 +92,7 @@ def check(normalize: str | None = None, **given: Tensor | None) -> None:
 
 def first_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return the state (B,H,D,E) before the first token, zeros."""
-    sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    return v.new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1], dtype=wide_dtype(v))
+    return v.new_zeros(count_states(v, cu_seqlens), v.shape[1], q.shape[-1], v.shape[-1], dtype=wide_dtype(v))
 
 
 def serve_with_keys(forms: Forms, r: Any, donate: bool, declined: bool) -> tuple[Tensor, Tensor]:

@@ -1,15 +1,15 @@
 """Recurrences whose states do not mix: the diagonal scan, and the selective scan of Mamba."""
 
-from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from torch import Tensor
 
 from ..arguments import check_operands
 from ..custom_ops import exported
 from ..forms import Form, Forms, serve
-from ..onnx import check_fixed
+from ..onnx import unrolled
 from ..operands import check_donation
+from ..packed import count_states
 from ..tensors import wide_dtype
 from . import diagonal_forms, native, selective_forms
 from .operands import Diagonal, Selective
@@ -280,7 +280,7 @@ DIAGONAL = Forms(
         "reference": Form(diagonal_forms.reference),
     },
     exported("diagonal_scan", Diagonal, lambda r: serve(DIAGONAL, r), inputs=3, like=0),
-    onnx=lambda r: _unrolled(diagonal_forms.attend, r),
+    onnx=unrolled(diagonal_forms.attend),
 )
 SELECTIVE = Forms(
     {
@@ -289,15 +289,9 @@ SELECTIVE = Forms(
         "reference": Form(selective_forms.reference),
     },
     exported("selective_scan", Selective, lambda r: serve(SELECTIVE, r), inputs=9, like=0),
-    onnx=lambda r: _unrolled(selective_forms.attend, r),
+    onnx=unrolled(selective_forms.attend),
 )
 
 
-def _unrolled(form: Callable[[Any], tuple[Tensor, Tensor]], r: Diagonal | Selective) -> tuple[Tensor, Tensor]:
-    check_fixed(r.op, r.x.shape[1])
-    return form(r)
-
-
 def _zeros(x: Tensor, cu_seqlens: Tensor | None, *size: int) -> Tensor:
-    sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    return x.new_zeros(sequences, x.shape[2], *size, dtype=wide_dtype(x))
+    return x.new_zeros(count_states(x, cu_seqlens), x.shape[2], *size, dtype=wide_dtype(x))
