@@ -275,22 +275,8 @@ def recur(
 ) -> tuple[Tensor, Tensor]:
     """``decay_attention`` and ``delta_rule`` without checks, by the fastest form.
 
-    Args:
-        q: (B,G,N,D).
-        k: (B,G,N,D).
-        v: (B,H,N,E).
-        log_decay: (B,H,N) or (B,H,N,D); None is no decay.
-        beta: (B,H,N); None is no delta rule.
-        scale: As in ``decay_attention``, like the arguments below.
-        normalize: ``"l2"`` or None.
-        mask: (B,N) bool.
-        segments: (B,N) int64.
-        cu_seqlens: (S+1,) int32 or int64.
-        state: (B,H,D,E), or None for zeros.
-        donate: Allows the call to overwrite ``state``.
-
-    Returns:
-        o (B,H,N,E) in v's dtype and the state (B,H,D,E).
+    Without ``log_decay`` there is no decay, without ``beta`` no delta rule. Returns o (B,H,N,E) in v's dtype and the
+    state (B,H,D,E).
 
     Raises:
         ValueError: a forced backend cannot serve the call.

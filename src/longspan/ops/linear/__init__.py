@@ -189,22 +189,9 @@ def named(
     state: Tensor | None = None,
     donate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``linear_attention`` without checks, on queries and keys before the feature map, by the fastest form.
+    """``linear_attention`` without checks, for a map in ``features.MAPS``, by the fastest form.
 
-    Args:
-        q: (B,H,N,D), of any strides.
-        k: (B,H,M,D).
-        v: (B,H,M,E).
-        causal: As in ``linear_attention``, like the arguments below.
-        feature_map: A name in ``features.MAPS``.
-        eps: Added to the denominator.
-        mask: (B,M) bool.
-        segments: (B,N) int64.
-        state: (B,H,D,E+1), or None for zeros.
-        donate: Allows the call to overwrite ``state``.
-
-    Returns:
-        o (B,H,N,E) in v's dtype and the state (B,H,D,E+1).
+    Takes queries and keys before the map, and returns o (B,H,N,E) in v's dtype and the state (B,H,D,E+1).
 
     Raises:
         ValueError: a forced backend cannot serve the call.
