@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backends import choose_backend, log_backend, resolve_backend
+from .backends import choose_backend, is_forced, log_backend, resolve_backend
 from .custom_ops import Kernel
 from .operands import in_onnx, transformed
 from .shards import active_shards
@@ -104,7 +104,9 @@ def step(forms: Forms, r: Any, donate: bool) -> Result | None:
 def kernel_step(forms: Forms, r: Any) -> tuple[str, Callable[[Any, bool], Result | None] | None]:
     """Return the backend whose kernels step on the device of the operands, and its step; None without kernels."""
     cuda = "triton" in forms.table and getattr(r, r.OUTPUT).is_cuda
-    name = resolve_backend(r.op, forms.served, "triton" if cuda else "native")
+    name = "triton" if cuda else "native"
+    # Names are made only where they are needed: this runs once per token and layer.
+    name = name if not is_forced() else resolve_backend(r.op, forms.served, name)
     form = forms.table[name]
     return name, form.step if form.why_not is not None else None
 

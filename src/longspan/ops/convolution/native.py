@@ -111,9 +111,7 @@ def step(r: Convolution, donate: bool) -> tuple[Tensor, Tensor] | None:
     """
     x, weight, bias, state, _, _, _, silu = r
     dtype, kept = x.dtype, state.dtype
-    if dtype not in HALVES or not (readable(x, dtype=dtype) and readable(state, dtype=kept)):
-        return None
-    if not stored(state):
+    if torch.compiler.is_compiling():
         return None
     if kept not in (torch.float32, dtype) or x.dim() != 3 or state.dim() != 3 or weight.dim() != 2:
         return None
@@ -131,7 +129,9 @@ def step(r: Convolution, donate: bool) -> tuple[Tensor, Tensor] | None:
         if bias.shape != (channels,) or bias.dtype not in HALVES or (torch.is_grad_enabled() and bias.requires_grad):
             return None
         bias = bias.detach().float().contiguous()
-    if not readable(weight, bias) or (library := build.loaded("convolution/step")) is None:
+    if not readable(x, state, weight, bias, dtype=None) or not stored(state):
+        return None
+    if (library := build.loaded("convolution/step")) is None:
         return None
     # A clone keeps the strides of a state that does not overlap itself.
     state = state if donate else state.clone()

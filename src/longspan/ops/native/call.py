@@ -79,17 +79,17 @@ def available(*names: str) -> bool:
     return all(build.loaded(unit) is not None for name in names for unit in build.interface.units(name))
 
 
-def readable(*tensors: Tensor | None, dtype: torch.dtype = torch.float32) -> bool:
+def readable(*tensors: Tensor | None, dtype: torch.dtype | None = torch.float32) -> bool:
     """Return whether a token step may read these tensors: plain, on the CPU, without gradients, modes or transforms.
 
-    It runs once per token and layer, so it is written for speed.
+    Without ``dtype`` each may have any of ``HALVES``. It runs once per token and layer, so it is written for speed.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transformed():
         return False
-    grad = torch.is_grad_enabled()
+    grad, types = torch.is_grad_enabled(), HALVES if dtype is None else (dtype,)
     for t in tensors:
         if t is None:
             continue
-        if type(t) is not Tensor or t.dtype is not dtype or not t.is_cpu or t.is_neg() or (grad and t.requires_grad):
+        if type(t) is not Tensor or t.dtype not in types or not t.is_cpu or t.is_neg() or (grad and t.requires_grad):
             return False
     return True

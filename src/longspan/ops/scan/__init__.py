@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..arguments import check_operands
 from ..custom_ops import exported
-from ..forms import Form, Forms, serve
+from ..forms import Form, Forms, serve, step
 from ..onnx import unrolled
 from ..operands import check_donation
 from ..packed import count_states
@@ -96,9 +96,17 @@ def diagonal_scan(
     """
     if donate and state is not None:
         check_donation(state, x=x, log_decay=log_decay)
-    given = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens, "state": state}
-    check_operands(DIAGONAL_SHAPES, "x", x=x, log_decay=log_decay, **given)
-    y, state = diagonal(x, log_decay, **given, donate=donate)
+    declined = False
+    if mask is None and segments is None and cu_seqlens is None and state is not None:
+        # Fast path for one-token decoding, which validates its own shapes.
+        result = step(DIAGONAL, Diagonal(x, log_decay, state, None, None, None), donate)
+        if result is not None:
+            return result if return_state else result[0]
+        declined = True
+    given = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
+    check_operands(DIAGONAL_SHAPES, "x", x=x, log_decay=log_decay, **given, state=state)
+    state = _zeros(x, cu_seqlens) if state is None else state
+    y, state = serve(DIAGONAL, Diagonal(x, log_decay, state, **given), donate, declined)
     return (y, state) if return_state else y
 
 
@@ -228,10 +236,18 @@ def selective_scan(
     """
     if donate and state is not None:
         check_donation(state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
-    given = {"D": D, "z": z, "dt_bias": dt_bias}
-    given |= {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens, "state": state}
-    check_operands(SELECTIVE_SHAPES, "x", x=x, dt=dt, A=A, B=B, C=C, **given)
-    y, state = selective(x, dt, A, B, C, softplus=softplus, donate=donate, **given)
+    declined = False
+    if mask is None and segments is None and cu_seqlens is None and state is not None:
+        # Fast path for one-token decoding, which validates its own shapes.
+        r = Selective(x, dt, A, B, C, D, z, dt_bias, state, None, None, None, softplus)
+        if (result := step(SELECTIVE, r, donate)) is not None:
+            return result if return_state else result[0]
+        declined = True
+    weights, given = {"D": D, "dt_bias": dt_bias}, {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
+    check_operands(SELECTIVE_SHAPES, "x", x=x, dt=dt, A=A, B=B, C=C, z=z, **weights, **given, state=state)
+    state = _zeros(x, cu_seqlens, A.shape[1]) if state is None else state
+    r = Selective(x, dt, A, B, C, z=z, state=state, softplus=softplus, **weights, **given)
+    y, state = serve(SELECTIVE, r, donate, declined)
     return (y, state) if return_state else y
 
 

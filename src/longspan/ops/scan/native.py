@@ -103,7 +103,7 @@ def diagonal_step(r: Diagonal, donate: bool) -> tuple[Tensor, Tensor] | None:
     x, g, state, *_ = r
     if x.dim() != 3 or x.shape[1] != 1 or x.shape != g.shape or state.shape != (len(x), x.shape[2]) or not x.numel():
         return None
-    if not (_readable(x) and _readable(g) and readable(state)) or not stored(state):
+    if not readable(x, g, dtype=None) or not readable(state) or not stored(state):
         return None
     if (library := build.loaded("scan/diagonal")) is None:
         return None
@@ -213,7 +213,7 @@ def selective_step(r: Selective, donate: bool) -> tuple[Tensor, Tensor] | None:
         return None
     if A.shape != (channels, size) or any(t is not None and t.shape != (channels,) for t in (D, dt_bias)):
         return None
-    if not all(t is None or _readable(t) for t in (x, dt, B, C, z)) or not readable(state) or not stored(state):
+    if not readable(x, dt, B, C, z, dtype=None) or not readable(state) or not stored(state):
         return None
     grad, weights = torch.is_grad_enabled(), []
     for t in (A, D, dt_bias):
@@ -260,7 +260,3 @@ def _layout(*tensors: Tensor | None) -> tuple[Any, Any]:
 
 def _sizes(*sizes: int) -> "ctypes.Array[ctypes.c_long]":
     return (ctypes.c_long * len(sizes))(*sizes)
-
-
-def _readable(x: Tensor) -> bool:
-    return x.dtype in HALVES and readable(x, dtype=x.dtype)
