@@ -111,10 +111,10 @@ def kernel(
 
     def backward_shapes(*given: Any) -> list[Tensor]:
         r, _, _, needed = unpacked(given)
-        found = [None if t is None else torch.empty_like(t) for t in r[:inputs]]
+        results = [None if t is None else torch.empty_like(t) for t in r[:inputs]]
         last = r[inputs - 1]
-        found[-1] = None if last is None else contiguous_like(last)
-        return _wanted(r, found if gradient_shapes is None else gradient_shapes(r), needed)
+        results[-1] = None if last is None else contiguous_like(last)
+        return _wanted(r, results if gradient_shapes is None else gradient_shapes(r), needed)
 
     several = ", ".join(["Tensor"] * (outputs + kept))
     above = ", ".join(f"Tensor grad{i}" for i in range(outputs))
@@ -127,22 +127,22 @@ def kernel(
     def attend(ctx: Any, *numbers: Any) -> Any:
         *given, keeps = numbers
         compiling = torch.compiler.is_compiling()
-        found = forward_op(*given, keeps) if compiling else forward(operands(*given), keeps)
-        ctx.save_for_backward(*given[:tensors], *found[:saves], *found[outputs:])
+        results = forward_op(*given, keeps) if compiling else forward(operands(*given), keeps)
+        ctx.save_for_backward(*given[:tensors], *results[:saves], *results[outputs:])
         ctx.numbers = given[tensors:]
-        return found[:outputs] if outputs > 1 else found[0]
+        return results[:outputs] if outputs > 1 else results[0]
 
     def retreat(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         saved, needed = ctx.saved_tensors, list(ctx.needs_input_grad[:inputs])
         given, also = saved[:tensors], saved[tensors:]
         if torch.is_grad_enabled() or not ready():
             rest = (*given[inputs:], *ctx.numbers)
-            found = double_backward(lambda *t: again(operands(*t, *rest)), given[:inputs], grads)
+            results = double_backward(lambda *t: again(operands(*t, *rest)), given[:inputs], grads)
         else:
             run = backward_op if torch.compiler.is_compiling() else backward_flat
             made = iter(run(*grads, *given, *ctx.numbers, *also, needed))
-            found = [next(made) if t is not None and need else None for t, need in zip(given, needed, strict=False)]
-        return (*found, *[None] * (len(given) - inputs + len(ctx.numbers) + 1))
+            results = [next(made) if t is not None and need else None for t, need in zip(given, needed, strict=False)]
+        return (*results, *[None] * (len(given) - inputs + len(ctx.numbers) + 1))
 
     # A class of this name, so that profiles and graphs of autograd show which kernel they mean.
     methods = {"forward": staticmethod(attend), "backward": staticmethod(retreat)}
@@ -150,9 +150,9 @@ def kernel(
     return Kernel(function.apply, inputs, prepare)
 
 
-def _wanted(r: tuple[Any, ...], found: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor]:
+def _wanted(r: tuple[Any, ...], results: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor]:
     """Return the gradients of the operands that are given and need one."""
-    pairs = zip(r, found, needed, strict=False)
+    pairs = zip(r, results, needed, strict=False)
     return [grad for t, grad, need in pairs if t is not None and need and grad is not None]
 
 
@@ -247,10 +247,10 @@ def operation(
         given, fixed = saved[:inputs], (*saved[inputs:tensors], *ctx.numbers)
         if backward_op is None or torch.is_grad_enabled() or not ready(operands(*given, *fixed)):
             # Not an operation itself: inside one, autograd would not record the second forward pass.
-            found = double_backward(lambda *t: again(operands(*t, *fixed)), given, grads)
+            results = double_backward(lambda *t: again(operands(*t, *fixed)), given, grads)
         else:
-            found = backward_op(grads[0], *given, *fixed, *saved[tensors:])
-        return *found, *([None] * len(fixed))
+            results = backward_op(grads[0], *given, *fixed, *saved[tensors:])
+        return *results, *([None] * len(fixed))
 
     full = name if backward_op is None else f"{name}_forward"
     made = _operation(

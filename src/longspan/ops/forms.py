@@ -76,18 +76,18 @@ def serve(forms: Forms, r: Any, donate: bool = False, declined: bool = False) ->
     table = forms.table
     if r.token and r.mask is None and not declined:
         name, single = kernel_step(forms, r)
-        if single is not None and (found := single(r, donate)) is not None:
+        if single is not None and (result := single(r, donate)) is not None:
             log_backend(r.op, name)
-            return found
+            return result
     r = resolved(r)
     why_not = {name: form.why_not(r) for name, form in table.items() if form.why_not is not None}
     single = table["torch"].step if r.token else None
     name = choose_backend(r.op, forms.served, why_not, prefer="torch" if r.token and forms.prefers_step else "")
     if single is not None and name == "torch" and getattr(r, r.OUTPUT).numel():
         # A single token belongs to the segment of the state.
-        found = single(r, donate and not transformed())
-        assert found is not None
-        return found
+        result = single(r, donate and not transformed())
+        assert result is not None
+        return result
     attend = table[name].attend
     return attend.apply(*attend.arguments(r)) if isinstance(attend, Kernel) else attend(r)
 
@@ -95,10 +95,10 @@ def serve(forms: Forms, r: Any, donate: bool = False, declined: bool = False) ->
 def step(forms: Forms, r: Any, donate: bool) -> Result | None:
     """Return the step of the kernels for the device if they serve the call, else None."""
     name, single = kernel_step(forms, r)
-    if single is None or (found := single(r, donate)) is None:
+    if single is None or (result := single(r, donate)) is None:
         return None
     log_backend(r.op, name)
-    return found
+    return result
 
 
 def kernel_step(forms: Forms, r: Any) -> tuple[str, Callable[[Any, bool], Result | None] | None]:
