@@ -64,7 +64,6 @@ def kernel(
     again: Callable[[R], tuple[Tensor, ...]],
     inputs: int,
     kept: int,
-    outputs: int = 2,
     saves: int = 0,
     prepare: Callable[[R], R] = lambda r: r,
     ready: Callable[[], bool] = lambda: True,
@@ -75,15 +74,14 @@ def kernel(
     Args:
         name: Names the operations, ``longspan::NAME_forward`` and ``longspan::NAME_backward``.
         operands: The NamedTuple that the function takes.
-        forward: Returns the outputs and what the backward pass needs; the flag is False if there will be none.
+        forward: Returns two outputs and what the backward pass needs; the flag is False if there will be none.
         backward: Takes the operands, the gradients of the outputs, what ``forward`` kept, and which of the first
             ``inputs`` operands need a gradient. Returns the gradients of these, None where there is none.
         shapes: Like ``forward``, but allocates only.
         again: The outputs by operations of torch, for derivatives of higher order.
         inputs: How many operands may have gradients. They come first; the last of them is the state, if there is one.
         kept: How many tensors ``forward`` returns after the outputs.
-        outputs: How many outputs there are.
-        saves: How many of them the backward pass takes, before what ``forward`` kept.
+        saves: How many of the two outputs the backward pass takes, before what ``forward`` kept.
         prepare: Converts operands to the types that ``forward`` takes, so that autograd sees it.
         ready: Returns whether ``backward`` can run; ``again`` replaces it where not.
         gradient_shapes: Allocates the gradients of all inputs; None for tensors like the inputs, with a contiguous one
@@ -102,7 +100,7 @@ def kernel(
         return shapes(operands(*given[:-1]), given[-1])
 
     def unpacked(given: Sequence[Any]) -> tuple[R, Sequence[Tensor], Sequence[Tensor], Sequence[bool]]:
-        grads, rest, needed = given[:outputs], given[outputs:-1], given[-1]
+        grads, rest, needed = given[:2], given[2:-1], given[-1]
         return operands(*rest[: len(rest) - more]), grads, rest[len(rest) - more :], needed
 
     def backward_flat(*given: Any) -> list[Tensor]:
@@ -116,21 +114,23 @@ def kernel(
         results[-1] = None if last is None else contiguous_like(last)
         return _wanted(r, results if gradient_shapes is None else gradient_shapes(r), needed)
 
-    several = ", ".join(["Tensor"] * (outputs + kept))
-    above = ", ".join(f"Tensor grad{i}" for i in range(outputs))
+    several = ", ".join(["Tensor"] * (2 + kept))
     saved = "".join(f"Tensor kept{i}, " for i in range(more))
     forward_op = _operation(f"{name}_forward", f"({fields}, bool keeps) -> ({several})", forward_flat, forward_shapes)
     backward_op = _operation(
-        f"{name}_backward", f"({above}, {fields}, {saved}bool[] needed) -> Tensor[]", backward_flat, backward_shapes
+        f"{name}_backward",
+        f"(Tensor grad0, Tensor grad1, {fields}, {saved}bool[] needed) -> Tensor[]",
+        backward_flat,
+        backward_shapes,
     )
 
     def attend(ctx: Any, *numbers: Any) -> Any:
         *given, keeps = numbers
         compiling = torch.compiler.is_compiling()
         results = forward_op(*given, keeps) if compiling else forward(operands(*given), keeps)
-        ctx.save_for_backward(*given[:tensors], *results[:saves], *results[outputs:])
+        ctx.save_for_backward(*given[:tensors], *results[:saves], *results[2:])
         ctx.numbers = given[tensors:]
-        return results[:outputs] if outputs > 1 else results[0]
+        return results[:2]
 
     def retreat(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         saved, needed = ctx.saved_tensors, list(ctx.needs_input_grad[:inputs])
