@@ -40,8 +40,8 @@ def _forward(r: Tiles) -> tuple[Tensor, Tensor]:
     most = max(q.shape[-1], width) if q.device.type == "cpu" and not native else 0
     rows = [F.pad(x, (0, max(0, most - x.shape[-1]))).reshape(-1, max(most, x.shape[-1])) for x in (q, k, v)]
     o, lse = q.new_empty(0), q.new_empty(0)
-    for r in range(order.shape[2]):
-        found = sort(places, rules, r, n, layout)
+    for turn in range(order.shape[2]):
+        found = sort(places, rules, turn, n, layout)
         visibility = Visibility(found, rules, layout, m, blocks=native)
         if native:
             reads, sums = kernels.read(rows, found, visibility, layout, scale)
@@ -50,7 +50,7 @@ def _forward(r: Tiles) -> tuple[Tensor, Tensor]:
             reads, sums = _read(rows, found, visibility, layout, width, scale)
             place = found.back
         new, after = unsort(sums, place).clamp_(min=NEVER), unsort(reads, place).to(wide)
-        if not r:
+        if not turn:
             o, lse = after, new
             continue
         both = torch.logaddexp(lse, new)
@@ -91,8 +91,8 @@ def _backward(r: Tiles, grad: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, T
     # For rows that see no key, exp(logit - inf) = 0.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf).flatten()
     dq, dk, dv = (x.new_zeros(each, *x.shape[2:], dtype=wide) for x in (q, k, v))
-    for r in range(order.shape[2]):
-        found = sort(places, rules, r, n, layout)
+    for turn in range(order.shape[2]):
+        found = sort(places, rules, turn, n, layout)
         visibility = Visibility(found, rules, layout, m)
         qs, gs, ls, ds = (x.index_select(0, found.queries).unflatten(0, (each, -1)) for x in (*rows[:2], lse, delta))
         ks, vs = (x.index_select(0, found.keys).unflatten(0, (each, -1)) for x in rows[2:])
@@ -110,8 +110,8 @@ def _backward(r: Tiles, grad: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, T
             tiled(fq, layout, piece).copy_(dl @ keys)
             _overlap(fk, dl.mT @ tile_q, layout, piece)
         dq += unsort(fq, found.back)
-        begin, source = layout.back * layout.size, r % code.shape[2]
-        place = inverse(order[:, :, r]).reshape(each, m)
+        begin, source = layout.back * layout.size, turn % code.shape[2]
+        place = inverse(order[:, :, turn]).reshape(each, m)
         for total, part in ((dk, fk), (dv, fv)):
             _unwrap(part, rules, layout, m)
             total[:, source] += unsort(part, begin + place)

@@ -135,7 +135,7 @@ def _test(name: str, q: Tensor, v: Tensor, *, groups: int, packed: bool, chunk: 
 
     def found(form: Callable[[Recurrence], tuple[Tensor, Tensor]], r: Recurrence) -> list[Tensor]:
         leaves = [None if t is None else t.detach().requires_grad_() for t in r[:INPUTS]]
-        outputs = form(Recurrence(*leaves, *r[INPUTS:]))
+        outputs = form(Recurrence._make([*leaves, *r[INPUTS:]]))
         upstream = [w.to(o.dtype) for o, w in zip(outputs, weights, strict=True)]
         return [*outputs, *torch.autograd.grad(outputs, [t for t in leaves if t is not None], upstream)]
 
@@ -144,7 +144,7 @@ def _test(name: str, q: Tensor, v: Tensor, *, groups: int, packed: bool, chunk: 
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
             results = found(_run, given)
             wide = [t if t is None else t.double() for t in given[:INPUTS]]
-            expected = found(_torch_form, Recurrence(*wide, *given[INPUTS:]))
+            expected = found(_torch_form, Recurrence._make([*wide, *given[INPUTS:]]))
     except Exception as error:  # whatever their compiler raises here
         return f"{package} fails its test on this device: {type(error).__name__}: {str(error).strip()[:200]}"
     leaves = [f"gradient of {leaf}" for leaf, t in zip(LEAVES, given, strict=False) if t is not None]
@@ -189,7 +189,9 @@ class _Attend(torch.autograd.Function):
         needed, others = ctx.needs_input_grad[:INPUTS], [None] * (len(r) - INPUTS + 1)
         if torch.is_grad_enabled():
             rest = r[INPUTS:]
-            return *double_backward(lambda *t: _torch_form(Recurrence(*t, *rest)), r[:INPUTS], upstream), *others
+            return *double_backward(
+                lambda *t: _torch_form(Recurrence._make([*t, *rest])), r[:INPUTS], upstream
+            ), *others
         # A second backward pass through the same graph computes it again, so that the first can free its memory.
         leaves, outputs = ctx.graph or _graph(r, needed)
         ctx.graph = None
@@ -204,7 +206,7 @@ def _graph(r: Recurrence, needed: Sequence[bool]) -> tuple[list[Any], tuple[Tens
     for t, need in zip(r[:INPUTS], needed, strict=False):
         leaves.append(None if t is None else t.detach().requires_grad_(need))
     with torch.enable_grad():
-        return leaves, _run(Recurrence(*leaves, *r[INPUTS:]))
+        return leaves, _run(Recurrence._make([*leaves, *r[INPUTS:]]))
 
 
 def _run(r: Recurrence) -> tuple[Tensor, Tensor]:
