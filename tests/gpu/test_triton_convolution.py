@@ -9,7 +9,6 @@ from ahead import LIMITS, compiled_all, request
 
 from longspan import backend, causal_convolution
 from longspan.ops import watch
-from longspan.ops.convolution import triton as kernels
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDED = 5e-7
@@ -298,10 +297,13 @@ def test_the_operations_for_the_compiler_are_described_right(kind):
     marks = packed.get("segments"), packed.get("cu_seqlens")
     checks = ("test_schema", "test_faketensor")
     with backend("triton"):
-        operands = (*given.values(), True, *marks)
-        torch.library.opcheck(kernels._forward_op, operands, test_utils=checks)
+        operands = (*given.values(), None, *marks, True)
+        torch.library.opcheck(
+            torch.ops.longspan.triton_convolution_forward.default, (*operands, True), test_utils=checks
+        )
         grads = torch.randn_like(given["x"]), torch.randn_like(given["state"])
-        torch.library.opcheck(kernels._backward_op, (*grads, *operands), test_utils=checks)
+        given = (*grads, *operands, [True] * 4)
+        torch.library.opcheck(torch.ops.longspan.triton_convolution_backward.default, given, test_utils=checks)
 
 
 @pytest.mark.parametrize(

@@ -403,7 +403,7 @@ def test_half_precision_is_summed_in_float32(dtype):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"read": torch.zeros(2, 2, 4, 5)}, "read must have the shape of key"),
+        ({"read": torch.zeros(2, 2, 4, 5)}, "read must be a floating-point tensor"),
         ({"erase": torch.zeros(2, 2, 4, 6, dtype=torch.long)}, "erase must be a floating-point tensor"),
         ({"value": torch.zeros(2, 3, 4, 5)}, "do not fit"),
         ({"log_decay": torch.zeros(2, 2, 4, 5)}, "log_decay must be a floating-point tensor"),

@@ -11,7 +11,7 @@ from .._utils.constants import constant
 from ..modules.norms import HeadNorm, expanded
 from ..modules.rotary import check_rotary, rotate
 from ..ops import gated
-from ..ops.tensors import merge, positions, split, upcast_half
+from ..ops.tensors import merge, positions, split, upcast_half, wide_dtype
 from .base import Attention
 
 
@@ -114,7 +114,7 @@ class Retention(Attention[RetentionState | RetentionRotaryState]):
             turn = at, self.rotary, self.rotary_layout
             q, k = rotate(q, *turn), rotate(k, *turn)
             make = partial(RetentionRotaryState, position=end)
-        log_decay = constant(tuple(self.log_decay), upcast_half(x[:0]).dtype, x.device)
+        log_decay = constant(tuple(self.log_decay), wide_dtype(x), x.device)
         o, sums = gated.recur(
             q,
             k,

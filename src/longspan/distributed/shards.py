@@ -24,12 +24,13 @@ from torch import Tensor
 
 from ..attention.base import Attention
 from ..ops import shards as hook
+from ..ops.convolution.operands import Convolution
 from ..ops.gated.decays import LOWEST
 from ..ops.gated.operands import Recurrence
 from ..ops.linear import stabilized
 from ..ops.linear.operands import LinearOperands
 from ..ops.operands import zero_masked
-from ..ops.tensors import unit, upcast_half
+from ..ops.tensors import unit, wide_dtype
 from ..patterns import Pattern
 from . import wavefront
 from .collectives import from_before, gather
@@ -137,22 +138,9 @@ class ShardsOf:
             before = stabilized.Sums(self.layout.joined(sums), self.layout.joined(top, -torch.inf))
         return _alone(run, q, k, v, causal=True, state=before, **options)
 
-    def convolve(
-        self,
-        run: Recur,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: Tensor | None,
-        *,
-        cu_seqlens: Tensor | None,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]:
-        _refuse(cu_seqlens=cu_seqlens)
-        wide = upcast_half(x[:0]).dtype
-        if state is None:
-            state = x.new_zeros(x.shape[0], weight.shape[1] - 1, x.shape[2], dtype=wide)
-        return _alone(run, x, weight, bias, self._past(x.to(state.dtype), state), **options)
+    def convolve(self, run: Callable[[Convolution], tuple[Tensor, Tensor]], r: Convolution) -> tuple[Tensor, Tensor]:
+        _refuse(cu_seqlens=r.cu_seqlens)
+        return _alone(run, r._replace(state=self._past(r.x.to(r.state.dtype), r.state)))
 
     def _past(self, x: Tensor, start: Tensor) -> Tensor:
         """Return the last tokens before this shard: x (B,N,...), start (B,rows,...) those before the row."""
@@ -233,7 +221,7 @@ def _sums(
 ) -> tuple[Tensor, Tensor | None]:
     """Return B (B,H,D,E) and A (B,H,1|D,1) of one shard without the delta rule; own (B,N) are its tokens, or None."""
     with torch.autocast(v.device.type, enabled=False):
-        wide = upcast_half(v[:0]).dtype
+        wide = wide_dtype(v)
         keys, values, g = zero_masked(own, k.to(wide), v.to(wide), log_decay)
         assert keys is not None
         assert values is not None

@@ -78,6 +78,12 @@ def forced_backend() -> str:
     return _backend
 
 
+def is_forced() -> bool:
+    """Return whether ``backend`` forces one. Raises ValueError under ``torch.jit.trace``."""
+    refuse_tracing()
+    return _backend != "auto"
+
+
 def resolve_backend(op: str, served: tuple[str, ...] = ("reference", "torch"), prefer: str = "torch") -> str:
     """Return the backend to try for an op.
 

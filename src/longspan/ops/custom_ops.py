@@ -14,7 +14,8 @@ from .operands import double_backward
 
 R = TypeVar("R", bound=tuple[Any, ...])
 
-TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", float: "float", bool: "bool", int: "int", str: "str"}
+TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", Sequence[int]: "int[]"}
+TYPES |= {float: "float", bool: "bool", int: "int", str: "str"}
 
 
 def _fields(operands: type[tuple[Any, ...]]) -> tuple[str, int]:
@@ -63,7 +64,6 @@ def kernel(
     again: Callable[[R], tuple[Tensor, ...]],
     inputs: int,
     kept: int,
-    outputs: int = 2,
     saves: int = 0,
     prepare: Callable[[R], R] = lambda r: r,
     ready: Callable[[], bool] = lambda: True,
@@ -74,15 +74,14 @@ def kernel(
     Args:
         name: Names the operations, ``longspan::NAME_forward`` and ``longspan::NAME_backward``.
         operands: The NamedTuple that the function takes.
-        forward: Returns the outputs and what the backward pass needs; the flag is False if there will be none.
+        forward: Returns two outputs and what the backward pass needs; the flag is False if there will be none.
         backward: Takes the operands, the gradients of the outputs, what ``forward`` kept, and which of the first
             ``inputs`` operands need a gradient. Returns the gradients of these, None where there is none.
         shapes: Like ``forward``, but allocates only.
         again: The outputs by operations of torch, for derivatives of higher order.
         inputs: How many operands may have gradients. They come first; the last of them is the state, if there is one.
         kept: How many tensors ``forward`` returns after the outputs.
-        outputs: How many outputs there are.
-        saves: How many of them the backward pass takes, before what ``forward`` kept.
+        saves: How many of the two outputs the backward pass takes, before what ``forward`` kept.
         prepare: Converts operands to the types that ``forward`` takes, so that autograd sees it.
         ready: Returns whether ``backward`` can run; ``again`` replaces it where not.
         gradient_shapes: Allocates the gradients of all inputs; None for tensors like the inputs, with a contiguous one
@@ -101,7 +100,7 @@ def kernel(
         return shapes(operands(*given[:-1]), given[-1])
 
     def unpacked(given: Sequence[Any]) -> tuple[R, Sequence[Tensor], Sequence[Tensor], Sequence[bool]]:
-        grads, rest, needed = given[:outputs], given[outputs:-1], given[-1]
+        grads, rest, needed = given[:2], given[2:-1], given[-1]
         return operands(*rest[: len(rest) - more]), grads, rest[len(rest) - more :], needed
 
     def backward_flat(*given: Any) -> list[Tensor]:
@@ -110,38 +109,40 @@ def kernel(
 
     def backward_shapes(*given: Any) -> list[Tensor]:
         r, _, _, needed = unpacked(given)
-        found = [None if t is None else torch.empty_like(t) for t in r[:inputs]]
+        results = [None if t is None else torch.empty_like(t) for t in r[:inputs]]
         last = r[inputs - 1]
-        found[-1] = None if last is None else contiguous_like(last)
-        return _wanted(r, found if gradient_shapes is None else gradient_shapes(r), needed)
+        results[-1] = None if last is None else contiguous_like(last)
+        return _wanted(r, results if gradient_shapes is None else gradient_shapes(r), needed)
 
-    several = ", ".join(["Tensor"] * (outputs + kept))
-    above = ", ".join(f"Tensor grad{i}" for i in range(outputs))
-    saved = ", ".join(f"Tensor kept{i}" for i in range(more))
+    several = ", ".join(["Tensor"] * (2 + kept))
+    saved = "".join(f"Tensor kept{i}, " for i in range(more))
     forward_op = _operation(f"{name}_forward", f"({fields}, bool keeps) -> ({several})", forward_flat, forward_shapes)
     backward_op = _operation(
-        f"{name}_backward", f"({above}, {fields}, {saved}, bool[] needed) -> Tensor[]", backward_flat, backward_shapes
+        f"{name}_backward",
+        f"(Tensor grad0, Tensor grad1, {fields}, {saved}bool[] needed) -> Tensor[]",
+        backward_flat,
+        backward_shapes,
     )
 
     def attend(ctx: Any, *numbers: Any) -> Any:
         *given, keeps = numbers
         compiling = torch.compiler.is_compiling()
-        found = forward_op(*given, keeps) if compiling else forward(operands(*given), keeps)
-        ctx.save_for_backward(*given[:tensors], *found[:saves], *found[outputs:])
+        results = forward_op(*given, keeps) if compiling else forward(operands(*given), keeps)
+        ctx.save_for_backward(*given[:tensors], *results[:saves], *results[2:])
         ctx.numbers = given[tensors:]
-        return found[:outputs] if outputs > 1 else found[0]
+        return results[:2]
 
     def retreat(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         saved, needed = ctx.saved_tensors, list(ctx.needs_input_grad[:inputs])
         given, also = saved[:tensors], saved[tensors:]
         if torch.is_grad_enabled() or not ready():
             rest = (*given[inputs:], *ctx.numbers)
-            found = double_backward(lambda *t: again(operands(*t, *rest)), given[:inputs], grads)
+            results = double_backward(lambda *t: again(operands(*t, *rest)), given[:inputs], grads)
         else:
             run = backward_op if torch.compiler.is_compiling() else backward_flat
             made = iter(run(*grads, *given, *ctx.numbers, *also, needed))
-            found = [next(made) if t is not None and need else None for t, need in zip(given, needed, strict=False)]
-        return (*found, *[None] * (len(given) - inputs + len(ctx.numbers) + 1))
+            results = [next(made) if t is not None and need else None for t, need in zip(given, needed, strict=False)]
+        return (*results, *[None] * (len(given) - inputs + len(ctx.numbers) + 1))
 
     # A class of this name, so that profiles and graphs of autograd show which kernel they mean.
     methods = {"forward": staticmethod(attend), "backward": staticmethod(retreat)}
@@ -149,9 +150,9 @@ def kernel(
     return Kernel(function.apply, inputs, prepare)
 
 
-def _wanted(r: tuple[Any, ...], found: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor]:
+def _wanted(r: tuple[Any, ...], results: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor]:
     """Return the gradients of the operands that are given and need one."""
-    pairs = zip(r, found, needed, strict=False)
+    pairs = zip(r, results, needed, strict=False)
     return [grad for t, grad, need in pairs if t is not None and need and grad is not None]
 
 
@@ -173,30 +174,87 @@ def exported(
     Returns:
         The operation as a function of the operands.
     """
-    fields, tensors = _fields(operands)
 
-    def run(*given: Any) -> tuple[Tensor, Tensor]:
-        out, end = form(operands(*given))
+    def run(r: R) -> tuple[Tensor, Tensor]:
+        out, end = form(r)
         return out.contiguous(), end.contiguous()
 
-    def shapes(*given: Any) -> tuple[Tensor, Tensor]:
-        return contiguous_like(given[like]), contiguous_like(given[inputs - 1])
+    def shapes(r: R) -> tuple[Tensor, Tensor]:
+        return contiguous_like(r[like]), contiguous_like(r[inputs - 1])
+
+    return operation(name, operands, run, shapes=shapes, again=form, inputs=inputs)
+
+
+class Operation(NamedTuple):
+    """An operation of torch on the operands of a family, made by ``operation``."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any] | None
+    """takes the gradient of the first output, the operands and both outputs"""
+
+    def __call__(self, r: Any) -> Any:
+        """Return the outputs."""
+        return self.forward(*r)
+
+
+def operation(
+    name: str,
+    operands: type[R],
+    forward: Callable[[R], tuple[Tensor, Tensor]],
+    *,
+    shapes: Callable[[R], tuple[Tensor, Tensor]],
+    again: Callable[[R], tuple[Tensor, Tensor]],
+    inputs: int,
+    backward: Callable[[R, Tensor, Tensor, Tensor], Sequence[Tensor]] | None = None,
+    ready: Callable[[R], bool] = lambda r: True,
+) -> Operation:
+    """Register ``forward`` as one operation, in eager calls too, so that dispatch modes and programs see it.
+
+    Args:
+        name: Names the operation, ``longspan::NAME``, or ``longspan::NAME_forward`` and ``longspan::NAME_backward``.
+        operands: The NamedTuple that ``forward`` takes.
+        forward: Returns two outputs, neither of which is an operand.
+        shapes: Like ``forward``, but allocates only.
+        again: The outputs by operations of torch, for derivatives of higher order.
+        inputs: How many operands may have gradients. They are the first.
+        backward: Takes the operands, the gradient of the first output, which is then the only one that has one, and
+            both outputs. Returns the gradients of the inputs, each contiguous. None for those of ``again``.
+        ready: Returns whether ``backward`` can run; ``again`` replaces it where not.
+
+    Returns:
+        The operation as a function of the operands.
+    """
+    fields, tensors = _fields(operands)
+
+    def run_backward(grad: Tensor, *given: Any) -> list[Tensor]:
+        assert backward is not None
+        return list(backward(operands(*given[:-2]), grad, *given[-2:]))
+
+    def backward_shapes(grad: Tensor, *given: Any) -> list[Tensor]:
+        return [contiguous_like(t) for t in given[:inputs]]
+
+    backward_op = None
+    if backward is not None:
+        schema = f"(Tensor grad, {fields}, Tensor first, Tensor second) -> Tensor[]"
+        backward_op = _operation(f"{name}_backward", schema, run_backward, backward_shapes)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.numbers = inputs[tensors:]
-        ctx.save_for_backward(*inputs[:tensors])
+        ctx.save_for_backward(*inputs[:tensors], *(() if backward_op is None else output))
 
     def gradients(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # Not an operation itself: inside one, autograd would not record the second forward pass.
         saved = ctx.saved_tensors
-        given, fixed = saved[:inputs], (*saved[inputs:], *ctx.numbers)
-        found = double_backward(lambda *t: form(operands(*t, *fixed)), given, grads)
-        return *found, *([None] * len(fixed))
+        given, fixed = saved[:inputs], (*saved[inputs:tensors], *ctx.numbers)
+        if backward_op is None or torch.is_grad_enabled() or not ready(operands(*given, *fixed)):
+            # Not an operation itself: inside one, autograd would not record the second forward pass.
+            results = double_backward(lambda *t: again(operands(*t, *fixed)), given, grads)
+        else:
+            results = backward_op(grads[0], *given, *fixed, *saved[tensors:])
+        return *results, *([None] * len(fixed))
 
-    made = _operation(name, f"({fields}) -> (Tensor, Tensor)", run, shapes)
+    full = name if backward_op is None else f"{name}_forward"
+    made = _operation(
+        full, f"({fields}) -> (Tensor, Tensor)", lambda *t: forward(operands(*t)), lambda *t: shapes(operands(*t))
+    )
     made.register_autograd(gradients, setup_context=keep)
-
-    def call(r: R) -> tuple[Tensor, Tensor]:
-        return made(*r)
-
-    return call
+    return Operation(made, backward_op)

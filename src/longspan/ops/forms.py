@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backends import choose_backend, log_backend, resolve_backend
+from .backends import choose_backend, is_forced, log_backend, resolve_backend
 from .custom_ops import Kernel
 from .operands import in_onnx, transformed
 from .shards import active_shards
@@ -42,6 +42,8 @@ class Forms(NamedTuple):
     """writes the call into a graph of ONNX; None writes what ``exported`` does"""
     sharded: str = ""
     """the method of ``shards.Shards`` that serves a call in sequence parallelism; empty without one"""
+    masked: Callable[[Callable[[Any], Result], Any], Result] | None = None
+    """computes a call with masked tokens by calls without; None if the forms take a mask"""
     prefers_step: bool = False
     """whether the step in torch is faster for one token than whole sequences by kernels"""
 
@@ -65,6 +67,8 @@ def serve(forms: Forms, r: Any, donate: bool = False, declined: bool = False) ->
     """
     if forms.sharded and (shards := active_shards()) is not None:
         return getattr(shards, forms.sharded)(partial(serve, forms), r)
+    if forms.masked is not None and r.mask is not None:
+        return forms.masked(partial(serve, forms), r)
     if forms.onnx is not None and in_onnx():
         return forms.onnx(r)
     if torch.compiler.is_exporting():
@@ -72,18 +76,18 @@ def serve(forms: Forms, r: Any, donate: bool = False, declined: bool = False) ->
     table = forms.table
     if r.token and r.mask is None and not declined:
         name, single = kernel_step(forms, r)
-        if single is not None and (found := single(r, donate)) is not None:
+        if single is not None and (result := single(r, donate)) is not None:
             log_backend(r.op, name)
-            return found
+            return result
     r = resolved(r)
     why_not = {name: form.why_not(r) for name, form in table.items() if form.why_not is not None}
     single = table["torch"].step if r.token else None
     name = choose_backend(r.op, forms.served, why_not, prefer="torch" if r.token and forms.prefers_step else "")
     if single is not None and name == "torch" and getattr(r, r.OUTPUT).numel():
         # A single token belongs to the segment of the state.
-        found = single(r, donate and not transformed())
-        assert found is not None
-        return found
+        result = single(r, donate and not transformed())
+        assert result is not None
+        return result
     attend = table[name].attend
     return attend.apply(*attend.arguments(r)) if isinstance(attend, Kernel) else attend(r)
 
@@ -91,16 +95,18 @@ def serve(forms: Forms, r: Any, donate: bool = False, declined: bool = False) ->
 def step(forms: Forms, r: Any, donate: bool) -> Result | None:
     """Return the step of the kernels for the device if they serve the call, else None."""
     name, single = kernel_step(forms, r)
-    if single is None or (found := single(r, donate)) is None:
+    if single is None or (result := single(r, donate)) is None:
         return None
     log_backend(r.op, name)
-    return found
+    return result
 
 
 def kernel_step(forms: Forms, r: Any) -> tuple[str, Callable[[Any, bool], Result | None] | None]:
     """Return the backend whose kernels step on the device of the operands, and its step; None without kernels."""
     cuda = "triton" in forms.table and getattr(r, r.OUTPUT).is_cuda
-    name = resolve_backend(r.op, forms.served, "triton" if cuda else "native")
+    name = "triton" if cuda else "native"
+    # Names are made only where they are needed: this runs once per token and layer.
+    name = name if not is_forced() else resolve_backend(r.op, forms.served, name)
     form = forms.table[name]
     return name, form.step if form.why_not is not None else None
 

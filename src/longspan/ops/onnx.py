@@ -1,5 +1,6 @@
 """Recurrences in a graph of ONNX: the operator ``LinearAttention``, of onnxruntime or of the standard."""
 
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any
 
@@ -55,13 +56,18 @@ def linear_attention(r: Any) -> tuple[Tensor, Tensor]:
     return o if mask is None else o.masked_fill(~mask[:, None, :, None], 0.0), end
 
 
-def check_fixed(what: str, n: int | torch.SymInt) -> None:
-    """Raise ValueError if the number of tokens is free in a graph of ONNX whose loop over tokens is unrolled."""
-    if not isinstance(n, int):
-        raise ValueError(
-            f"ONNX has no operator for {what}, so the graph of it needs a fixed number of tokens; export without a "
-            "dynamic dimension for them"
-        )
+def unrolled(form: Callable[[Any], tuple[Tensor, Tensor]]) -> Callable[[Any], tuple[Tensor, Tensor]]:
+    """Return a form whose loop over tokens a graph of ONNX unrolls; it raises ValueError if their number is free."""
+
+    def call(r: Any) -> tuple[Tensor, Tensor]:
+        if not isinstance(getattr(r, r.OUTPUT).shape[r.AXIS], int):
+            raise ValueError(
+                f"ONNX has no operator for {r.op}, so the graph of it needs a fixed number of tokens; export without a "
+                "dynamic dimension for them"
+            )
+        return form(r)
+
+    return call
 
 
 def _packed(x: Tensor) -> Tensor:

@@ -20,6 +20,11 @@ def materialize_neg(*tensors: Tensor | None) -> Sequence[Any]:
     return [t if t is None else t.resolve_neg() for t in tensors]
 
 
+def contiguous(*tensors: Tensor | None) -> Sequence[Any]:
+    """Return contiguous tensors; None for None."""
+    return [t if t is None else t.contiguous() for t in tensors]
+
+
 def zero_masked(mask: Tensor | None, *tensors: Tensor | None) -> Sequence[Any]:
     """Set tensors (B,H,N,...) to 0 at masked tokens, mask (B,N), so that NaN there reaches no sum or gradient."""
     if mask is None:
@@ -43,6 +48,19 @@ def transformed() -> bool:
     if torch.compiler.is_compiling():
         return in_onnx()
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue] (a part of torch._C without stubs)
+
+
+def unreadable(tensors: Sequence[Tensor]) -> str:
+    """Return why no kernel may read these tensors, on any device; empty if it may."""
+    if torch.compiler.is_exporting():
+        return "they are not part of an exported program"
+    # Subclasses with ``__torch_dispatch__``, such as fake tensors, may have no memory.
+    if not torch.compiler.is_compiling() and (
+        torch._C._len_torch_dispatch_stack()
+        or any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in tensors)  # pyright: ignore[reportAttributeAccessIssue] (torch's stubs lack it)
+    ):
+        return "they are invisible to the dispatch mode or tensor subclass that follows the operations of torch"
+    return TRANSFORMED if transformed() else ""
 
 
 def needs_autograd(*tensors: Tensor) -> bool:

@@ -36,6 +36,16 @@ def check_packed(cu_seqlens: Tensor | None, batch: int, tokens: int, segments: T
     return len(cu_seqlens) - 1
 
 
+def count_states(x: Tensor, cu_seqlens: Tensor | None) -> int:
+    """Return the number of states of a checked call on tokens x (B,...)."""
+    return x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+
+
+def one_token(r: Any) -> bool:
+    """Return whether a call has one token for each state."""
+    return getattr(r, r.OUTPUT).shape[r.AXIS] == 1 and r.cu_seqlens is None
+
+
 def by_sequence(form: Callable[[R], tuple[Tensor, Tensor]], r: R) -> tuple[Tensor, Tensor]:
     """Call ``form``, which does not handle cu_seqlens, once, or for each sequence of the one row.
 

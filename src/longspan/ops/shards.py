@@ -31,8 +31,8 @@ class Shards(Protocol):
         """Return ``run``, which is ``stabilized.attend``, after the sums before this shard."""
         ...
 
-    def convolve(self, run: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> Any:
-        """Return ``run``, which is ``convolve``, after the inputs before this shard."""
+    def convolve(self, run: Callable[[Any], tuple[Tensor, Tensor]], r: Any) -> tuple[Tensor, Tensor]:
+        """Return ``run(r)``, which serves checked operands of ``convolution``, after the inputs before this shard."""
         ...
 
     def band(self, run: Callable[..., tuple[Tensor, Any]], *args: Any, **kwargs: Any) -> Tensor:

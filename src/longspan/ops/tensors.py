@@ -12,6 +12,11 @@ def upcast_half(x: Tensor) -> Tensor:
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of sums over x: float32 for half precision, else that of x."""
+    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+
+
 def per_root(dim: int) -> float:
     """Return 1 / sqrt(D), the default scale of products of D channels; 1 for D = 0."""
     return float(max(dim, 1) ** -0.5)

@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ...ops.tensors import upcast_half
+from ...ops.tensors import wide_dtype
 
 # Arguments that change how the original computes, not its result. They are accepted and ignored.
 HINTS = ("cu_seqlens_cpu", "chunk_indices", "chunk_size", "disable_recompute", "use_graph", "max_num_seqs")
@@ -83,6 +83,6 @@ def laid_out(
         raise ValueError(f"beta must be (B, T, HV) = {expected}, not {tuple(beta.shape)}")
     if cu_seqlens is not None and len(q) != 1:
         raise ValueError(f"cu_seqlens needs operands with one row, not {len(q)}; flatten the batch first")
-    wide = upcast_half(v[:0]).dtype
+    wide = wide_dtype(v)
     over = (t if t is None else t.transpose(1, 2) for t in (q, k, v, g, beta))
     return LaidOut(*over, None if state is None else state.to(wide))  # pyright: ignore[reportCallIssue] (over has the other fields)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...ops import gated
 from ...ops.operands import check_scale
-from ...ops.tensors import upcast_half
+from ...ops.tensors import upcast_half, wide_dtype
 from .arguments import laid_out, refuse, refuse_per_channel, refuse_per_head
 
 
@@ -339,7 +339,7 @@ def chunk_retention(
     """
     refuse("chunk_retention", options)
     heads = torch.arange(q.shape[2], dtype=torch.float64, device=q.device)
-    gamma = torch.log1p(-(2.0 ** (-5.0 - heads))).to(upcast_half(v[:0]).dtype)
+    gamma = torch.log1p(-(2.0 ** (-5.0 - heads))).to(wide_dtype(v))
     return chunk_simple_gla(q, k, v, None, gamma, scale, initial_state, output_final_state, cu_seqlens)
 
 
@@ -436,22 +436,11 @@ def fused_recurrent_linear_attn(
 def _recur(q, k, v, g, beta, scale, state, final, normalized, cu_seqlens) -> tuple[Tensor, Tensor | None]:
     check_scale(scale)
     given = laid_out(q, k, v, g, beta, state, cu_seqlens)
-    options = {"scale": scale, "cu_seqlens": cu_seqlens, "normalize": "l2" if normalized else None}
+    norm = "l2" if normalized else None
+    named = {"log_decay": given.log_decay, "beta": given.beta, "state": given.state, "cu_seqlens": cu_seqlens}
     # The checks of the public operations, which name decays and step sizes differently.
-    gated.check(
-        given.q,
-        given.k,
-        given.v,
-        given.log_decay,
-        given.beta,
-        options["normalize"],
-        None,
-        None,
-        cu_seqlens,
-        given.state,
-    )
-    named = {"log_decay": given.log_decay, "beta": given.beta, "state": given.state}
-    out, end = gated.recur(given.q, given.k, given.v, **named, **options)
+    gated.check(norm, query=given.q, key=given.k, value=given.v, **named)
+    out, end = gated.recur(given.q, given.k, given.v, scale=scale, normalize=norm, **named)
     return out.transpose(1, 2), end if final else None
 
 

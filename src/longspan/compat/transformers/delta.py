@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from ...ops.gated import delta_rule
-from ...ops.tensors import upcast_half
+from ...ops.tensors import upcast_half, wide_dtype
 from .packing import borders, real
 from .states import carried, may_be_overwritten
 
@@ -60,6 +60,6 @@ def gated_delta_rule(
         return_state=True,
         donate=donate,
         normalize="l2" if use_qk_l2norm_in_kernel else None,
-        state=None if initial_state is None else carried(initial_state, upcast_half(v[:0]).dtype),
+        state=None if initial_state is None else carried(initial_state, wide_dtype(v)),
     )
     return o.transpose(1, 2).to(query.dtype), state if output_final_state else None

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...modules.token_shift import shift
 from ...ops.scan import diagonal_scan
-from ...ops.tensors import upcast_half
+from ...ops.tensors import upcast_half, wide_dtype
 from .packing import real, sequences
 from .running import BEFORE, at_most_zero, largest
 from .states import carried
@@ -42,7 +42,7 @@ def attention(self, hidden: Tensor, state: list[Tensor] | None = None, use_cache
     )
     past = None
     if state is not None:
-        num, den, m = (carried(one[:, :, layer], upcast_half(k[:0]).dtype) for one in state[2:])
+        num, den, m = (carried(one[:, :, layer], wide_dtype(k)) for one in state[2:])
         past = num, den, m
     ids, mask = sequences(*hidden.shape[:2]), real(hidden.shape[0], hidden.shape[1])
     o, last = average(self.time_decay, self.time_first, k, v, past, ids, mask)

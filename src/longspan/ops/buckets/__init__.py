@@ -126,7 +126,7 @@ def read(
         o, _, lse = reference(q, k, v, places, rule, scale)
         return o, lse.detach()
     numbers = [int(x) for x in rule]
-    o, lse = tiles.forward_op(q, k, v, places.order, places.code, places.group, numbers, scale, backend == "native")
+    o, lse = tiles.attend(tiles.Tiles(q, k, v, *places, numbers, scale, backend == "native"))
     if rule.alone:
         blind, n = lse.detach() == -torch.inf, q.shape[2]
         # A single key has the weight 1, for any logit.

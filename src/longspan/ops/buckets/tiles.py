@@ -1,13 +1,13 @@
 """Softmax attention over sorted tokens: each tile of queries attends to a window of keys, one round at a time."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..operands import double_backward
+from ..custom_ops import operation
 from . import native as kernels
 from .definition import weighted
 from .places import Rule, SortedLayout, count, first, inverse, pairs, reached
@@ -17,34 +17,22 @@ from .windows import Layout, Sorted, Visibility, laid_out, pieces, sort, tiled, 
 NEVER = -1e30
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    order: Tensor,
-    code: Tensor,
-    group: Tensor | None,
-    rule: Sequence[int],
-    scale: float,
-    native: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Attend within sorted tiles.
+class Tiles(NamedTuple):
+    """Operands of ``attend``."""
 
-    Args:
-        q: (B,H,N,D) queries.
-        k: (B,H,P,M,D) keys.
-        v: (B,H,P,M,E) values.
-        order: See ``SortedLayout``.
-        code: See ``SortedLayout``.
-        group: See ``SortedLayout``.
-        rule: The fields of the ``Rule`` as numbers.
-        scale: Factor of the logits.
-        native: Use the C++ kernels; ``native.why_not`` must have returned "".
+    q: Tensor  # (B,H,N,D)
+    k: Tensor  # (B,H,P,M,D)
+    v: Tensor  # (B,H,P,M,E)
+    order: Tensor  # as in ``SortedLayout``, like the next two
+    code: Tensor
+    group: Tensor | None
+    rule: Sequence[int]  # the fields of the ``Rule`` as numbers
+    scale: float
+    native: bool  # use the C++ kernels, for which ``native.why_not`` must have returned ""
 
-    Returns:
-        The output (B,H,N,E), and the log-sum-exp of each row (B,H,N) in float32 or float64. A query that sees no key in
-        any round gets 0 and -inf.
-    """
+
+def _forward(r: Tiles) -> tuple[Tensor, Tensor]:
+    q, k, v, order, code, group, rule, scale, native = r
     places, rules = SortedLayout(order, code, group), _rule(rule)
     n, m, width = q.shape[2], k.shape[3], v.shape[-1]
     layout, wide = laid_out(rules, m), torch.promote_types(q.dtype, torch.float32)
@@ -52,8 +40,8 @@ def forward(
     most = max(q.shape[-1], width) if q.device.type == "cpu" and not native else 0
     rows = [F.pad(x, (0, max(0, most - x.shape[-1]))).reshape(-1, max(most, x.shape[-1])) for x in (q, k, v)]
     o, lse = q.new_empty(0), q.new_empty(0)
-    for r in range(order.shape[2]):
-        found = sort(places, rules, r, n, layout)
+    for turn in range(order.shape[2]):
+        found = sort(places, rules, turn, n, layout)
         visibility = Visibility(found, rules, layout, m, blocks=native)
         if native:
             reads, sums = kernels.read(rows, found, visibility, layout, scale)
@@ -62,7 +50,7 @@ def forward(
             reads, sums = _read(rows, found, visibility, layout, width, scale)
             place = found.back
         new, after = unsort(sums, place).clamp_(min=NEVER), unsort(reads, place).to(wide)
-        if not r:
+        if not turn:
             o, lse = after, new
             continue
         both = torch.logaddexp(lse, new)
@@ -92,20 +80,9 @@ def _read(
     return reads, sums
 
 
-def backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    order: Tensor,
-    code: Tensor,
-    group: Tensor | None,
-    rule: Sequence[int],
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(r: Tiles, grad: Tensor, o: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v; each tile is recomputed: p = exp(logit - lse), dS = p (dP - grad . o)."""
+    q, k, v, order, code, group, rule, scale, _ = r
     places, rules = SortedLayout(order, code, group), _rule(rule)
     n, m, each = q.shape[2], k.shape[3], q.shape[0] * q.shape[1]
     layout, wide = laid_out(rules, m), torch.promote_types(q.dtype, torch.float32)
@@ -114,8 +91,8 @@ def backward(
     # For rows that see no key, exp(logit - inf) = 0.
     lse = lse.masked_fill(lse == -torch.inf, torch.inf).flatten()
     dq, dk, dv = (x.new_zeros(each, *x.shape[2:], dtype=wide) for x in (q, k, v))
-    for r in range(order.shape[2]):
-        found = sort(places, rules, r, n, layout)
+    for turn in range(order.shape[2]):
+        found = sort(places, rules, turn, n, layout)
         visibility = Visibility(found, rules, layout, m)
         qs, gs, ls, ds = (x.index_select(0, found.queries).unflatten(0, (each, -1)) for x in (*rows[:2], lse, delta))
         ks, vs = (x.index_select(0, found.keys).unflatten(0, (each, -1)) for x in rows[2:])
@@ -133,8 +110,8 @@ def backward(
             tiled(fq, layout, piece).copy_(dl @ keys)
             _overlap(fk, dl.mT @ tile_q, layout, piece)
         dq += unsort(fq, found.back)
-        begin, source = layout.back * layout.size, r % code.shape[2]
-        place = inverse(order[:, :, r]).reshape(each, m)
+        begin, source = layout.back * layout.size, turn % code.shape[2]
+        place = inverse(order[:, :, turn]).reshape(each, m)
         for total, part in ((dk, fk), (dv, fv)):
             _unwrap(part, rules, layout, m)
             total[:, source] += unsort(part, begin + place)
@@ -178,57 +155,21 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float) -> tupl
     return logits.softmax(-1).to(v.dtype) @ v, logits.logsumexp(-1)
 
 
-forward_op = torch.library.custom_op("longspan::buckets_forward", forward, mutates_args=())
-backward_op = torch.library.custom_op("longspan::buckets_backward", backward, mutates_args=())
+def _shapes(r: Tiles) -> tuple[Tensor, Tensor]:
+    sums = r.q.new_empty(r.q.shape[:3], dtype=torch.promote_types(r.q.dtype, torch.float32))
+    return r.v.new_empty(*r.q.shape[:3], r.v.shape[-1]), sums
 
 
-@forward_op.register_fake
-def _(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    order: Tensor,
-    code: Tensor,
-    group: Tensor | None,
-    rule: Sequence[int],
-    scale: float,
-    native: bool = False,
-) -> tuple[Tensor, Tensor]:
-    sums = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
-    return v.new_empty(*q.shape[:3], v.shape[-1]), sums
+def _plain(r: Tiles) -> tuple[Tensor, Tensor]:
+    """The same by operations with derivatives of any order; the log-sum-exps have none."""
+    places, rule, n = SortedLayout(r.order, r.code, r.group), _rule(r.rule), r.q.shape[2]
+    o, _, lse = weighted(r.q, r.k, r.v, first(pairs(places, rule, n), places, rule, n), r.scale)
+    return o, lse.detach()
 
 
-@backward_op.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    order: Tensor,
-    code: Tensor,
-    group: Tensor | None,
-    rule: Sequence[int],
-    scale: float,
-) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+attend = operation("buckets", Tiles, _forward, shapes=_shapes, again=_plain, inputs=3, backward=_backward)
+"""Attend within sorted tiles.
 
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, order, code, group, *ctx.options, _ = inputs
-    ctx.save_for_backward(q, k, v, *output, order, code, group)
-
-
-def _differentiate(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, o, lse, order, code, group = ctx.saved_tensors
-    if torch.is_grad_enabled():
-        places, (rule, scale) = SortedLayout(order, code, group), ctx.options
-        seen = first(pairs(places, _rule(rule), q.shape[2]), places, _rule(rule), q.shape[2])
-        found = double_backward(lambda q, k, v: weighted(q, k, v, seen, scale)[0], (q, k, v), (grad,))
-        return *found, None, None, None, None, None, None
-    found = backward_op(grad, q, k, v, o, lse, order, code, group, *ctx.options)
-    return *found, None, None, None, None, None, None
-
-
-forward_op.register_autograd(_differentiate, setup_context=_save)
+-> the output (B,H,N,E), and the log-sum-exp of each row (B,H,N) in float32 or float64, without a gradient. A query that
+sees no key in any round gets 0 and -inf.
+"""

@@ -1,25 +1,28 @@
 """The causal convolution in C++: whole sequences, forward and backward, and one token."""
 
 import ctypes
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..buffers import fresh_like
+from ..custom_ops import contiguous_like, kernel
 from ..native import build, call
 from ..native.build.openmp import threads
-from ..native.call import HALVES, available, kernels, pointers, readable, strides
-from ..operands import double_backward, mark_overwritten, stored
+from ..native.call import HALVES, available, check_allocated, kernels, pointers, readable, strides
+from ..operands import contiguous, mark_overwritten, stored
 from ..packed import check_packed
+from . import composed
+from .operands import Convolution
 
 MOST = 256  # taps and rows of a state; each thread allocates a few windows of them
 
 
-def why_not(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *others: Tensor | None) -> str:
+def why_not(r: Convolution) -> str:
     """Return why the kernels cannot serve these operands; empty if they can. Compiles them on first use."""
-    if reason := call.unreadable(x, weight, bias, state, *others):
+    x, weight, bias, state, _, segments, cu_seqlens, _ = r
+    if reason := call.unreadable(x, weight, bias, state, segments, cu_seqlens):
         return reason
     if x.dtype not in HALVES:
         return "they take float32, bfloat16 or float16"
@@ -32,78 +35,18 @@ def why_not(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *othe
     return "" if available("convolution/forward") else "they could not be compiled"
 
 
-def convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    *,
-    activation: str | None,
-    segments: Tensor | None,
-    cu_seqlens: Tensor | None,
-    composed: Callable[..., Any],
-) -> tuple[Tensor, Tensor]:
-    """``convolution.convolve`` in C++: x (B,N,C) of any strides -> y like x, state (B,R,C) in the dtype of ``state``.
-
-    All sums are in float32. The backward pass saves only the inputs and recomputes the input of the activation. Results
-    do not depend on the number of threads, bit for bit. ``composed`` computes higher derivatives. Only for operands for
-    which ``why_not`` is empty. Raises MemoryError.
-    """
-    kept = state.dtype
-    bias = None if bias is None else bias.float()
-    offsets = None if cu_seqlens is None else cu_seqlens.long()
-    options = activation, segments, offsets
-    y, end = _Convolve.apply(x, weight.float(), bias, state.float(), *options, composed)
-    return y, end.to(kept)
+def _prepare(r: Convolution) -> Convolution:
+    bias, offsets = None if r.bias is None else r.bias.float(), None if r.cu_seqlens is None else r.cu_seqlens.long()
+    return r._replace(weight=r.weight.float(), bias=bias, cu_seqlens=offsets)
 
 
-class _Convolve(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: Tensor,
-        activation: str | None,
-        segments: Tensor | None,
-        offsets: Tensor | None,
-        composed: Callable[..., Any],
-    ) -> tuple[Tensor, Tensor]:
-        run = _forward_op if torch.compiler.is_compiling() else _forward
-        y, end = run(x, weight, bias, state, activation is not None, segments, offsets)
-        ctx.save_for_backward(x, weight, bias, state, segments, offsets)
-        ctx.activation, ctx.composed = activation, composed
-        return y, end
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        grad, grad_end = upstream
-        *inputs, segments, offsets = ctx.saved_tensors
-        if torch.is_grad_enabled() or not available("convolution/backward"):
-            options: dict[str, Any] = {"activation": ctx.activation, "segments": segments, "cu_seqlens": offsets}
-            grads = double_backward(ctx.composed, inputs, (grad, grad_end), **options)
-        else:
-            run = _backward_op if torch.compiler.is_compiling() else _backward
-            given: tuple[Any, ...] = (*inputs, ctx.activation is not None, segments, offsets)
-            dx, dweight, dbias, first = run(grad, grad_end, *given)
-            grads = [dx, dweight, None if inputs[2] is None else dbias, first]
-        return (*grads, None, None, None, None)
-
-
-def _forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    silu: bool,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """y (B,N,C), the last state (B,R,C) float32."""
+def _forward(r: Convolution, keeps: bool) -> tuple[Tensor, Tensor]:
+    """y (B,N,C), the last state (B,R,C)."""
+    x, weight, bias, state, _, segments, offsets, silu = r
     check_packed(offsets, len(x), x.shape[1])
-    y, end, first = fresh_like(x), torch.empty_like(state, memory_format=torch.contiguous_format), state.contiguous()
-    bias, segments, offsets = (None if t is None else t.contiguous() for t in (bias, segments, offsets))
+    first = state.float().contiguous()
+    y, end = fresh_like(x), torch.empty_like(first)
+    bias, segments, offsets = contiguous(bias, segments, offsets)
     failed = kernels("convolution/forward").longspan_convolution_forward(
         *pointers(x, y, weight, bias, first, end, segments, offsets),
         strides(x[:, None], y[:, None], weight),
@@ -112,54 +55,63 @@ def _forward(
         HALVES[x.dtype],
         threads(),
     )
-    if failed:
-        raise MemoryError(f"cannot allocate the windows of {threads()} threads")
-    return y, end
+    check_allocated(failed, "windows")
+    return y, end.to(state.dtype)
 
 
 def _backward(
-    grad: Tensor,
-    grad_end: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    silu: bool,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight, bias and the first state from those of y and the last state."""
+    r: Convolution, grads: Sequence[Tensor], kept: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    x, weight, bias, state, _, segments, offsets, silu = r
+    grad, grad_end = grads[0], grads[1].float().contiguous()
     library, (batch, n, channels), taps = kernels("convolution/backward"), x.shape, weight.shape[1]
-    dx, first = fresh_like(x), torch.empty_like(state, memory_format=torch.contiguous_format)
+    dx, before = fresh_like(x), state.float().contiguous()
+    first = torch.empty_like(before)
     sums = weight.new_empty(batch * -(-n // library.longspan_convolution_part()), taps + 1, channels)
-    grad_end, state = grad_end.contiguous(), state.contiguous()
-    bias, segments, offsets = (None if t is None else t.contiguous() for t in (bias, segments, offsets))
+    bias, segments, offsets = contiguous(bias, segments, offsets)
     failed = library.longspan_convolution_backward(
-        *pointers(x, grad, dx, weight, bias, state, grad_end, first, sums, segments, offsets),
+        *pointers(x, grad, dx, weight, bias, before, grad_end, first, sums, segments, offsets),
         strides(x[:, None], grad[:, None], dx[:, None], weight),
         _sizes(x, weight, state),
         silu,
         HALVES[x.dtype],
         threads(),
     )
-    if failed:
-        raise MemoryError(f"cannot allocate the windows of {threads()} threads")
+    check_allocated(failed, "windows")
     total = sums.sum(0)
-    return dx, total[:taps].mT.contiguous(), total[taps].clone(), first
+    dbias = None if bias is None else total[taps].clone()
+    return [dx, total[:taps].mT.contiguous(), dbias, first.to(state.dtype)]
 
 
-def step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, activation: str | None, donate: bool
-) -> tuple[Tensor, Tensor] | None:
-    """One token of ``convolution.convolve`` in one pass over ``state`` (B,R,C), in place with ``donate``.
+attend = kernel(
+    "convolution",
+    Convolution,
+    _forward,
+    _backward,
+    shapes=lambda r, keeps: (torch.empty_like(r.x), contiguous_like(r.state)),
+    gradient_shapes=lambda r: [torch.empty_like(r.x), *(t if t is None else contiguous_like(t) for t in r[1:4])],
+    again=composed.attend,
+    ready=lambda: available("convolution/backward"),
+    prepare=_prepare,
+    inputs=4,
+    kept=0,
+)
+"""``causal_convolution`` in C++: x (B,N,C) of any strides -> y like x, state (B,R,C).
+
+All sums are in float32. The backward pass saves only the inputs and recomputes the input of the activation. Results do
+not depend on the number of threads, bit for bit. Only for operands for which ``why_not`` is empty. Raises MemoryError.
+"""
+
+
+def step(r: Convolution, donate: bool) -> tuple[Tensor, Tensor] | None:
+    """One token of ``causal_convolution`` in one pass over ``state`` (B,R,C), in place with ``donate``.
 
     x (B,1,C), weight (C,K), bias (C,) or None, of any strides -> y (B,1,C), state. Returns None for other operands, and
     without kernels. It runs once per token and layer, so it is written for speed.
     """
+    x, weight, bias, state, _, _, _, silu = r
     dtype, kept = x.dtype, state.dtype
-    if dtype not in HALVES or not (readable(x, dtype=dtype) and readable(state, dtype=kept)) or activation not in ACTS:
-        return None
-    if not stored(state):
+    if torch.compiler.is_compiling():
         return None
     if kept not in (torch.float32, dtype) or x.dim() != 3 or state.dim() != 3 or weight.dim() != 2:
         return None
@@ -177,7 +129,9 @@ def step(
         if bias.shape != (channels,) or bias.dtype not in HALVES or (torch.is_grad_enabled() and bias.requires_grad):
             return None
         bias = bias.detach().float().contiguous()
-    if not readable(weight, bias) or (library := build.loaded("convolution/step")) is None:
+    if not readable(x, state, weight, bias, dtype=None) or not stored(state):
+        return None
+    if (library := build.loaded("convolution/step")) is None:
         return None
     # A clone keeps the strides of a state that does not overlap itself.
     state = state if donate else state.clone()
@@ -191,35 +145,15 @@ def step(
         out.data_ptr(),
         (ctypes.c_long * 7)(a, b, c, d, e, f, g),
         (ctypes.c_long * 4)(batch, channels, taps, rows),
-        activation is not None,
+        silu,
         HALVES[dtype],
         HALVES[kept],
         threads(),
     )
-    if failed:
-        raise MemoryError(f"cannot allocate the windows of {threads()} threads")
+    check_allocated(failed, "windows")
     if donate:
         mark_overwritten(state)
     return out, state
-
-
-ACTS = (None, "silu")
-
-_forward_op = torch.library.custom_op("longspan::convolution_forward", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("longspan::convolution_backward", _backward, mutates_args=())
-
-
-@_forward_op.register_fake
-def _(*given: Any) -> tuple[Tensor, ...]:
-    x, _, _, state, *_ = given
-    return torch.empty_like(x), torch.empty_like(state, memory_format=torch.contiguous_format)
-
-
-@_backward_op.register_fake
-def _(*given: Any) -> tuple[Tensor, ...]:
-    _, _, x, weight, _, state, *_ = given
-    first = torch.empty_like(state, memory_format=torch.contiguous_format)
-    return torch.empty_like(x), weight.new_empty(weight.shape), weight.new_empty(x.shape[-1]), first
 
 
 def _sizes(x: Tensor, weight: Tensor, state: Tensor) -> "ctypes.Array[ctypes.c_long]":

@@ -1,28 +1,24 @@
 """The causal convolution in Triton: sequences, forward and backward, and one token."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import triton
-from ..operands import double_backward, mark_overwritten, stored
+from ..custom_ops import contiguous_like, kernel
+from ..operands import contiguous, mark_overwritten, stored
+from . import composed
+from .operands import Convolution
 
 MOST = 8  # taps; each shifts a block of tokens that registers hold
 LONGEST = 64  # rows of a state in a step, which one block holds
-ACTIVATIONS = (None, "silu")
 
 
-def why_not(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    segments: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> str:
+def why_not(r: Convolution) -> str:
     """Return why the kernels cannot serve these operands; empty if they can."""
+    x, weight, bias, state, _, segments, cu_seqlens, _ = r
     if reason := triton.unreadable(x, weight, bias, state, segments, cu_seqlens):
         return reason
     if any(t is not None and t.dtype not in triton.TYPES for t in (x, weight, bias, state)):
@@ -34,74 +30,12 @@ def why_not(
     return ""
 
 
-def convolve(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    *,
-    activation: str | None,
-    segments: Tensor | None,
-    cu_seqlens: Tensor | None,
-    composed: Callable[..., Any],
-) -> tuple[Tensor, Tensor]:
-    """``convolution.convolve`` in Triton: x (B,N,C) of any strides -> y like x, state (B,R,C) of ``state``'s dtype.
-
-    All sums are in float32. The backward pass saves only the inputs and recomputes the input of the activation. Two
-    runs give the same bits. ``cu_seqlens`` stays on the device and is not checked. ``composed`` computes higher
-    derivatives. Only for operands for which ``why_not`` is empty.
-    """
-    return _Convolve.apply(x, weight, bias, state, activation, segments, cu_seqlens, composed)
-
-
-class _Convolve(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        state: Tensor,
-        activation: str | None,
-        segments: Tensor | None,
-        offsets: Tensor | None,
-        composed: Callable[..., Any],
-    ) -> tuple[Tensor, Tensor]:
-        # One operation for torch.compile; eager calls skip the dispatch of the operation.
-        run = _forward_op if torch.compiler.is_compiling() else _forward
-        y, end = run(x, weight, bias, state, activation is not None, segments, offsets)
-        ctx.save_for_backward(x, weight, bias, state, segments, offsets)
-        ctx.activation, ctx.composed = activation, composed
-        return y, end
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        grad, grad_end = upstream
-        *inputs, segments, offsets = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            options: dict[str, Any] = {"activation": ctx.activation, "segments": segments, "cu_seqlens": offsets}
-            grads = double_backward(ctx.composed, inputs, (grad, grad_end), **options)
-        else:
-            run = _backward_op if torch.compiler.is_compiling() else _backward
-            given: tuple[Any, ...] = (*inputs, ctx.activation is not None, segments, offsets)
-            dx, dweight, dbias, first = run(grad, grad_end, *given)
-            grads = [dx, dweight, None if inputs[2] is None else dbias, first]
-        return (*grads, None, None, None, None)
-
-
-def _forward(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    silu: bool,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-) -> tuple[Tensor, Tensor]:
+def _forward(r: Convolution, keeps: bool) -> tuple[Tensor, Tensor]:
     """y (B,N,C), the last state (S,R,C)."""
+    x, weight, bias, state, _, segments, offsets, silu = r
     kernels = _kernels()
-    y, end = _result(x), torch.empty_like(state, memory_format=torch.contiguous_format)
-    weight, bias, state, segments, offsets = _contiguous(weight.mT, bias, state, segments, offsets)
+    y, end = _result(x), contiguous_like(state)
+    weight, bias, state, segments, offsets = contiguous(weight.mT, bias, state, segments, offsets)
     sizes, marks = _sizes(x, state), (_or(segments, x), _or(offsets, x))
     options = {"KIND": _kind(segments, offsets)}
     taps = {"K": len(weight), "BIAS": bias is not None, "SILU": silu, "STEPS": _steps(offsets)}
@@ -116,22 +50,14 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor,
-    grad_end: Tensor,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor,
-    silu: bool,
-    segments: Tensor | None,
-    offsets: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the gradients of x, weight, bias and the first state from those of y and the last state."""
+    r: Convolution, grads: Sequence[Tensor], kept: Sequence[Tensor], needed: Sequence[bool]
+) -> list[Tensor | None]:
+    x, weight, bias, state, _, segments, offsets, silu = r
+    grad, grad_end = grads[0], grads[1].contiguous()
     kernels = _kernels()
     dtype, count = weight.dtype, weight.shape[1]
     dx, first = _result(x), _result(state, memory_format=torch.contiguous_format)
-    weight, bias, state, segments, offsets = _contiguous(weight.mT, bias, state, segments, offsets)
-    grad_end = grad_end.contiguous()
+    weight, bias, state, segments, offsets = contiguous(weight.mT, bias, state, segments, offsets)
     sizes, marks = _sizes(x, state), (_or(segments, x), _or(offsets, x))
     options = {"KIND": _kind(segments, offsets), "K": count, "BIAS": bias is not None, "SILU": silu}
     with torch.cuda.device_of(x):
@@ -146,20 +72,38 @@ def _backward(
             tile, grid = _state_tile(state)
             kernels.starts[grid](x, grad, first, *operands, *sizes, *strides, **options, **tile)
     total = sums.sum(0)
-    dbias = total[count].to(torch.float32 if bias is None else bias.dtype, copy=True)
+    dbias = None if bias is None else total[count].to(bias.dtype, copy=True)
     dweight = total[:count].mT.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    return dx.to(x.dtype), dweight, dbias, first.to(state.dtype)
+    return [dx.to(x.dtype), dweight, dbias, first.to(state.dtype)]
 
 
-def step(
-    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, activation: str | None, donate: bool
-) -> tuple[Tensor, Tensor] | None:
-    """One token of ``convolution.convolve`` in one launch, which overwrites ``state`` (B,R,C) with ``donate``.
+attend = kernel(
+    "triton_convolution",
+    Convolution,
+    _forward,
+    _backward,
+    shapes=lambda r, keeps: (torch.empty_like(r.x), contiguous_like(r.state)),
+    gradient_shapes=lambda r: [torch.empty_like(r.x), *(t if t is None else contiguous_like(t) for t in r[1:4])],
+    again=composed.attend,
+    inputs=4,
+    kept=0,
+)
+"""``causal_convolution`` in Triton: x (B,N,C) of any strides -> y like x, state (B,R,C) of ``state``'s dtype.
+
+All sums are in float32. The backward pass saves only the inputs and recomputes the input of the activation. Two runs
+give the same bits. ``cu_seqlens`` stays on the device and is not checked. Only for operands for which ``why_not`` is
+empty.
+"""
+
+
+def step(r: Convolution, donate: bool) -> tuple[Tensor, Tensor] | None:
+    """One token of ``causal_convolution`` in one launch, which overwrites ``state`` (B,R,C) with ``donate``.
 
     x (B,1,C), weight (C,K), bias (C,) or None, of any strides -> y (B,1,C), state. Returns None for other operands. It
     runs once per token and layer, so it is written for speed.
     """
-    if torch.compiler.is_compiling() or activation not in ACTIVATIONS or x.dim() != 3 or state.dim() != 3:
+    x, weight, bias, state, _, _, _, silu = r
+    if torch.compiler.is_compiling() or x.dim() != 3 or state.dim() != 3:
         return None
     grad = torch.is_grad_enabled()
     for t in (x, weight, bias, state):
@@ -187,7 +131,7 @@ def step(
             *(x_b, x_c, *state.stride(), *after.stride(), *weight.stride(), 1 if bias is None else bias.stride(0)),
             K=taps,
             BIAS=bias is not None,
-            SILU=activation is not None,
+            SILU=silu,
             R=_power(max(rows, 1)),
             C=128,
             num_warps=4,
@@ -195,24 +139,6 @@ def step(
     if donate:
         mark_overwritten(state)
     return y.to(x.dtype), after
-
-
-_forward_op = torch.library.custom_op("longspan::triton_convolution_forward", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("longspan::triton_convolution_backward", _backward, mutates_args=())
-
-
-@_forward_op.register_fake
-def _(*given: Any) -> tuple[Tensor, Tensor]:
-    x, _, _, state, *_ = given
-    return torch.empty_like(x), torch.empty_like(state, memory_format=torch.contiguous_format)
-
-
-@_backward_op.register_fake
-def _(*given: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, _, x, weight, bias, state, *_ = given
-    first = torch.empty_like(state, memory_format=torch.contiguous_format)
-    dbias = weight.new_empty(x.shape[-1], dtype=torch.float32 if bias is None else bias.dtype)
-    return torch.empty_like(x), weight.new_empty(weight.shape), dbias, first
 
 
 def _kernels() -> Any:
@@ -225,10 +151,6 @@ def _kernels() -> Any:
 def _result(like: Tensor, **options: Any) -> Tensor:
     """Return ``torch.empty_like``, in float32 under the interpreter, which would truncate instead of rounding."""
     return torch.empty_like(like, dtype=torch.float32 if triton.interpreted() else like.dtype, **options)
-
-
-def _contiguous(*tensors: Tensor | None) -> list[Any]:
-    return [None if t is None else t.contiguous() for t in tensors]
 
 
 def _or(given: Tensor | None, other: Tensor) -> Tensor:

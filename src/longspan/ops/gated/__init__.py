@@ -5,16 +5,13 @@ from typing import Literal, overload
 
 from torch import Tensor
 
-from ..._utils.spec import known
 from .. import forms, onnx
-from ..arguments import check_mask, check_segments, check_state, describe
 from ..custom_ops import exported
 from ..forms import Form, Forms
-from ..operands import check_donation, check_scale, check_stored, same_device
-from ..packed import check_packed
-from ..tensors import per_root, upcast_half
+from ..operands import check_donation, check_scale
+from ..tensors import per_root
 from . import chunks, definition, fla, native, triton
-from .operands import NORMS, Recurrence, first_state, isolated_call, serve_with_keys
+from .operands import Recurrence, check, first_state, isolated_call, serve_with_keys
 
 
 @overload
@@ -255,7 +252,8 @@ def _call(
         if found is not None:
             return found
         declined = True
-    check(query, key, value, log_decay, beta, normalize, mask, segments, cu_seqlens, state)
+    vectors = {"query": query, "key": key, "value": value, "log_decay": log_decay, "beta": beta}
+    check(normalize, **vectors, mask=mask, segments=segments, cu_seqlens=cu_seqlens, state=state)
     r = _operands(query, key, value, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalize)
     return isolated_call(partial(serve, declined=declined), r, donate)
 
@@ -277,22 +275,8 @@ def recur(
 ) -> tuple[Tensor, Tensor]:
     """``decay_attention`` and ``delta_rule`` without checks, by the fastest form.
 
-    Args:
-        q: (B,G,N,D).
-        k: (B,G,N,D).
-        v: (B,H,N,E).
-        log_decay: (B,H,N) or (B,H,N,D); None is no decay.
-        beta: (B,H,N); None is no delta rule.
-        scale: As in ``decay_attention``, like the arguments below.
-        normalize: ``"l2"`` or None.
-        mask: (B,N) bool.
-        segments: (B,N) int64.
-        cu_seqlens: (S+1,) int32 or int64.
-        state: (B,H,D,E), or None for zeros.
-        donate: Allows the call to overwrite ``state``.
-
-    Returns:
-        o (B,H,N,E) in v's dtype and the state (B,H,D,E).
+    Without ``log_decay`` there is no decay, without ``beta`` no delta rule. Returns o (B,H,N,E) in v's dtype and the
+    state (B,H,D,E).
 
     Raises:
         ValueError: a forced backend cannot serve the call.
@@ -339,48 +323,3 @@ FORMS = Forms(
     sharded="recur",
     prefers_step=True,
 )
-
-
-def check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    normalize: str | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state: Tensor | None,
-) -> None:
-    """Raise ValueError unless the arguments of ``decay_attention`` or ``delta_rule`` fit each other."""
-    if normalize is not None:
-        known(normalize, NORMS, "norm of queries and keys")
-    for name, t in (("query", query), ("key", key), ("value", value)):
-        if t.dim() != 4 or not t.is_floating_point():
-            raise ValueError(f"{name} must be a floating-point tensor (B, H, N, D), not {describe(t)}")
-    others = {"log_decay": log_decay, "beta": beta, "mask": mask, "segments": segments, "state": state}
-    others["cu_seqlens"] = cu_seqlens
-    same_device(query=query, key=key, value=value, **others)
-    check_stored("the state", state)
-    (batch, groups, n, size), (heads, width) = key.shape, value.shape[1::2]
-    if query.shape != key.shape or (value.shape[0], value.shape[2]) != (batch, n) or heads % (groups or heads + 1):
-        raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit; "
-            f"expected (B, G, N, D) twice and (B, H, N, E), where G divides H"
-        )
-    token = (batch, heads, n)
-    if log_decay is not None and (
-        tuple(log_decay.shape) not in (token, (*token, size)) or not log_decay.is_floating_point()
-    ):
-        expected = f"{token} or {(*token, size)}"
-        raise ValueError(f"log_decay must be a floating-point tensor {expected}, not {describe(log_decay)}")
-    if beta is not None and (tuple(beta.shape) != token or not beta.is_floating_point()):
-        raise ValueError(f"beta must be a floating-point tensor {token}, not {describe(beta)}")
-    if mask is not None:
-        check_mask("mask", mask, (batch, n))
-    if segments is not None:
-        check_segments(segments, (batch, n))
-    sequences = check_packed(cu_seqlens, batch, n, segments)
-    if state is not None:
-        check_state(state, "(B, H, D, E)", (sequences, heads, size, width), upcast_half(value[:0]).dtype)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import triton
-from ..custom_ops import contiguous_like, kernel
+from ..custom_ops import kernel
 from ..operands import needs_autograd, transformed, zero_masked
 from ..segments import borders_of, cut
 from . import decay_per_head, pairs, spans
@@ -439,12 +439,7 @@ def _backward(
 
 
 def _composed(r: Chunked) -> tuple[Tensor, Tensor]:
-    with torch.autocast(r.q.device.type, enabled=False):
-        return spans.composed(partial(_advanced, r), r)
-
-
-def _shapes(r: Chunked, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(r.v), contiguous_like(r.state), r.state.new_empty(len(r.places) - 1, *r.state.shape)
+    return spans.composed(partial(_advanced, r), r)
 
 
 _attend = kernel(
@@ -452,7 +447,7 @@ _attend = kernel(
     Chunked,
     _forward,
     _backward,
-    shapes=_shapes,
+    shapes=spans.shapes,
     again=lambda r: _composed(r._replace(kernels=False)),
     inputs=6,
     kept=1,

@@ -35,8 +35,8 @@ MODULES = {GLA: "fla.ops.gla", KDA: "fla.ops.kda"}
 LOWEST = -60.0
 # Root mean square of the error of a tensor, relative to that of the tensor. Wrong kernels are off by more.
 TOLERANCES = {torch.float32: 0.01, torch.bfloat16: 0.03, torch.float16: 0.01}
-LEAVES = ("queries", "keys", "values", "log decays", "state", "beta")
-PARTS = ("output", "last state", *(f"gradient of {name}" for name in LEAVES))
+INPUTS = 6  # operands that have gradients, the first ones
+LEAVES = ("queries", "keys", "values", "log decays", "beta", "state")
 
 # Results of the first-use tests: the reason against a kind of call, empty if it passed.
 _tested: dict[tuple[Any, ...], str] = {}
@@ -126,33 +126,29 @@ def _test(name: str, q: Tensor, v: Tensor, *, groups: int, packed: bool, chunk: 
     decays = torch.nn.functional.logsigmoid(random(batch, heads, tokens, keys))
     # Some channels are cleared.
     decays[:, :, tokens // 2, ::3] = -torch.inf
-    given = [
-        random(batch, 2, tokens, keys).to(dtype),
-        torch.nn.functional.normalize(random(batch, 2, tokens, keys), dim=-1).to(dtype),
-        random(batch, heads, tokens, values).to(dtype),
-        decays,
-        random(sequences, heads, keys, values),
-    ]
-    if name == KDA:
-        given.append(torch.rand(batch, heads, tokens, generator=generator))
-    given = [t.to(device) for t in given]
-    scale = keys**-0.5
-    weights = [random(*given[2].shape).to(device, dtype), random(*given[4].shape).to(device)]
+    q, k = random(batch, 2, tokens, keys), torch.nn.functional.normalize(random(batch, 2, tokens, keys), dim=-1)
+    v, state = random(batch, heads, tokens, values), random(sequences, heads, keys, values)
+    beta = torch.rand(batch, heads, tokens, generator=generator).to(device) if name == KDA else None
+    q, k, v = (t.to(device, dtype) for t in (q, k, v))
+    given = Recurrence(q, k, v, decays.to(device), beta, state.to(device), cu_seqlens=offsets, scale=keys**-0.5)
+    weights = [random(*v.shape).to(device, dtype), random(*state.shape).to(device)]
 
-    def found(run: Callable[..., tuple[Tensor, Tensor]], inputs: Sequence[Tensor]) -> list[Tensor]:
-        leaves = [t.detach().requires_grad_() for t in inputs]
-        outputs = run(*leaves, *([None] if name == GLA else []), scale=scale, offsets=offsets)
+    def found(form: Callable[[Recurrence], tuple[Tensor, Tensor]], r: Recurrence) -> list[Tensor]:
+        leaves = [None if t is None else t.detach().requires_grad_() for t in r[:INPUTS]]
+        outputs = form(Recurrence._make([*leaves, *r[INPUTS:]]))
         upstream = [w.to(o.dtype) for o, w in zip(outputs, weights, strict=True)]
-        return [*outputs, *torch.autograd.grad(outputs, leaves, upstream)]
+        return [*outputs, *torch.autograd.grad(outputs, [t for t in leaves if t is not None], upstream)]
 
     package = f"{name} of {PACKAGE} {importlib.metadata.version(PACKAGE)}"
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(device.type, enabled=False):
-            results = found(functools.partial(_run, name), given)
-            expected = found(_torch_form, [t.double() for t in given])
+            results = found(_run, given)
+            wide = [t if t is None else t.double() for t in given[:INPUTS]]
+            expected = found(_torch_form, Recurrence._make([*wide, *given[INPUTS:]]))
     except Exception as error:  # whatever their compiler raises here
         return f"{package} fails its test on this device: {type(error).__name__}: {str(error).strip()[:200]}"
-    for part, result, right in zip(PARTS, results, expected, strict=False):
+    leaves = [f"gradient of {leaf}" for leaf, t in zip(LEAVES, given, strict=False) if t is not None]
+    for part, result, right in zip(["output", "last state", *leaves], results, expected, strict=True):
         error = ((result.double() - right).norm() / right.norm()).item()
         if not error <= TOLERANCES[dtype]:
             return (
@@ -168,86 +164,62 @@ def attend(r: Recurrence) -> tuple[Tensor, Tensor]:
     Log decays below -60 count as -60. Normalized queries and keys are rounded to their dtype. Derivatives of higher
     order are those of the torch form. Only for operands for which ``why_not`` is empty.
     """
-    q, k = (unit(r.q), unit(r.k)) if r.normalize else (r.q, r.k)
-    inputs = (q, k, r.v, r.log_decay, r.state, r.beta)
-    return _Attend.apply(*inputs, r.cu_seqlens, r.scale, torch.is_grad_enabled())
+    if r.normalize:
+        r = r._replace(q=unit(r.q), k=unit(r.k), normalize=False)
+    return _Attend.apply(*r, torch.is_grad_enabled())
 
 
 class _Attend(torch.autograd.Function):
     """Keeps the graph that fla makes, since its own backward pass has no derivatives, and would not say so."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        log_decay: Tensor,
-        state: Tensor,
-        beta: Tensor | None,
-        offsets: Tensor | None,
-        scale: float,
-        grads: bool,
-    ) -> tuple[Tensor, Tensor]:
-        inputs = q, k, v, log_decay, state, beta
-        ctx.save_for_backward(*inputs, offsets)
-        ctx.scale, ctx.graph = scale, None
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
+        r, grads = Recurrence(*given[:-1]), given[-1]
+        ctx.save_for_backward(*r[:-2])
+        ctx.numbers, ctx.graph = r[-2:], None
         if not (grads and any(ctx.needs_input_grad)):
-            return _run(_name(beta), *inputs, offsets=offsets, scale=scale)
-        ctx.graph = _graph(inputs, ctx.needs_input_grad, offsets, scale)
+            return _run(r)
+        ctx.graph = _graph(r, ctx.needs_input_grad)
         o, end = ctx.graph[1]
         return o.detach(), end.detach()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Any) -> tuple[Tensor | None, ...]:
-        *inputs, offsets = ctx.saved_tensors
-        needed = ctx.needs_input_grad[: len(inputs)]
+        r = Recurrence(*ctx.saved_tensors, *ctx.numbers)
+        needed, others = ctx.needs_input_grad[:INPUTS], [None] * (len(r) - INPUTS + 1)
         if torch.is_grad_enabled():
-            found = double_backward(_torch_form, inputs, upstream, offsets=offsets, scale=ctx.scale)
-            return (*found, None, None, None)
+            rest = r[INPUTS:]
+            return *double_backward(
+                lambda *t: _torch_form(Recurrence._make([*t, *rest])), r[:INPUTS], upstream
+            ), *others
         # A second backward pass through the same graph computes it again, so that the first can free its memory.
-        leaves, outputs = ctx.graph or _graph(inputs, needed, offsets, ctx.scale)
+        leaves, outputs = ctx.graph or _graph(r, needed)
         ctx.graph = None
         wanted = [t for t, need in zip(leaves, needed, strict=True) if need and t is not None]
         grads = iter(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True, materialize_grads=True))
-        return (*(next(grads) if need else None for need in needed), None, None, None)
+        return *(next(grads) if need else None for need in needed), *others
 
 
-def _graph(
-    inputs: Sequence[Any], needed: Sequence[bool], offsets: Tensor | None, scale: float
-) -> tuple[list[Any], tuple[Tensor, Tensor]]:
+def _graph(r: Recurrence, needed: Sequence[bool]) -> tuple[list[Any], tuple[Tensor, Tensor]]:
     """Return inputs as leaves of a new graph, and the outputs of fla on them."""
     leaves: list[Any] = []
-    for t, need in zip(inputs, needed, strict=False):
+    for t, need in zip(r[:INPUTS], needed, strict=False):
         leaves.append(None if t is None else t.detach().requires_grad_(need))
     with torch.enable_grad():
-        return leaves, _run(_name(inputs[5]), *leaves, offsets=offsets, scale=scale)
+        return leaves, _run(Recurrence._make([*leaves, *r[INPUTS:]]))
 
 
-def _name(beta: Tensor | None) -> str:
-    return GLA if beta is None else KDA
-
-
-def _run(
-    name: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    state: Tensor,
-    beta: Tensor | None,
-    *,
-    offsets: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _run(r: Recurrence) -> tuple[Tensor, Tensor]:
     """Call fla in its layout (B,N,H,...)."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    options: dict[str, Any] = {"g": log_decay.float().clamp(min=LOWEST).transpose(1, 2)}
-    if beta is not None:
-        options["beta"] = beta.float().transpose(1, 2)
-    if offsets is not None:
-        options["cu_seqlens"] = offsets.long()
-    o, end = _function(name)(q, k, v, scale=scale, initial_state=state, output_final_state=True, **options)
+    assert r.log_decay is not None
+    q, k, v = (t.transpose(1, 2) for t in (r.q, r.k, r.v))
+    options: dict[str, Any] = {"g": r.log_decay.float().clamp(min=LOWEST).transpose(1, 2)}
+    if r.beta is not None:
+        options["beta"] = r.beta.float().transpose(1, 2)
+    if r.cu_seqlens is not None:
+        options["cu_seqlens"] = r.cu_seqlens.long()
+    function = _function(GLA if r.beta is None else KDA)
+    o, end = function(q, k, v, scale=r.scale, initial_state=r.state, output_final_state=True, **options)
     return o.transpose(1, 2), end
 
 
@@ -259,17 +231,6 @@ def _function(name: str) -> Callable[..., tuple[Tensor, Tensor]]:
         return getattr(importlib.import_module(MODULES[name]), name)
 
 
-def _torch_form(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    state: Tensor,
-    beta: Tensor | None,
-    *,
-    offsets: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _torch_form(r: Recurrence) -> tuple[Tensor, Tensor]:
     """The same from operations of torch, with derivatives of any order."""
-    r = Recurrence(q, k, v, log_decay, beta, state, None, None, offsets, scale, False)
     return prepared(chunks.composed, r)

@@ -6,15 +6,13 @@ from typing import Literal, overload
 from torch import Tensor
 
 from .. import forms
-from ..arguments import check_mask, check_segments, check_state, describe
 from ..custom_ops import exported
 from ..forms import Form, Forms
-from ..onnx import check_fixed
-from ..operands import check_donation, check_scale, check_stored, same_device
-from ..packed import check_packed
-from ..tensors import per_root, upcast_half
+from ..onnx import unrolled
+from ..operands import check_donation, check_scale
+from ..tensors import per_root
 from . import general_chunks, general_definition, general_native
-from .operands import GeneralRecurrence, first_state, isolated_call, serve_with_keys
+from .operands import GeneralRecurrence, check, first_state, isolated_call, serve_with_keys
 
 
 @overload
@@ -129,8 +127,9 @@ def general_delta_rule(
         (2406.06484), section 3.
     """
     check_scale(scale)
+    vectors = {"query": query, "key": key, "value": value, "read": read, "erase": erase, "log_decay": log_decay}
     if donate and state is not None:
-        check_donation(state, query=query, key=key, value=value, read=read, erase=erase, log_decay=log_decay)
+        check_donation(state, **vectors)
     given = (query, key, value, read, erase, log_decay)
     declined = False
     if mask is None and segments is None and cu_seqlens is None and state is not None and query.dim() == 4:
@@ -139,7 +138,7 @@ def general_delta_rule(
         if (found := forms.step(FORMS, r, donate)) is not None:
             return found if return_state else found[0]
         declined = True
-    _check(*given, mask, segments, cu_seqlens, state)
+    check(**vectors, mask=mask, segments=segments, cu_seqlens=cu_seqlens, state=state)
     r = _operands(*given, state, mask, segments, cu_seqlens, scale, read_before_decay)
     out, after = isolated_call(partial(serve, declined=declined), r, donate)
     return (out, after) if return_state else out
@@ -196,12 +195,6 @@ def _operands(
     return GeneralRecurrence(q, k, v, read, erase, log_decay, state, mask, segments, cu_seqlens, factor, early)
 
 
-def _unrolled(r: GeneralRecurrence) -> tuple[Tensor, Tensor]:
-    # ONNX has no operator for the triangular systems of the chunks.
-    check_fixed(r.op, r.q.shape[2])
-    return general_definition.attend(r)
-
-
 FORMS = Forms(
     {
         "native": Form(general_native.attend, general_native.why_not, general_native.step),
@@ -209,50 +202,7 @@ FORMS = Forms(
         "reference": Form(general_definition.attend),
     },
     exported("general_recurrence", GeneralRecurrence, serve, inputs=7, like=2),
-    onnx=_unrolled,
+    # ONNX has no operator for the triangular systems of the chunks.
+    onnx=unrolled(general_definition.attend),
     prefers_step=True,
 )
-
-
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    read: Tensor,
-    erase: Tensor,
-    log_decay: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state: Tensor | None,
-) -> None:
-    """Raise ValueError unless the arguments of ``general_delta_rule`` fit each other."""
-    vectors = {"query": query, "key": key, "value": value, "read": read, "erase": erase}
-    for name, t in vectors.items():
-        if t.dim() != 4 or not t.is_floating_point():
-            raise ValueError(f"{name} must be a floating-point tensor (B, H, N, D), not {describe(t)}")
-    others = {"log_decay": log_decay, "mask": mask, "segments": segments, "state": state, "cu_seqlens": cu_seqlens}
-    same_device(**vectors, **others)
-    check_stored("the state", state)
-    (batch, groups, n, size), (heads, width) = key.shape, value.shape[1::2]
-    if query.shape != key.shape or (value.shape[0], value.shape[2]) != (batch, n) or heads % (groups or heads + 1):
-        raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit; "
-            f"expected (B, G, N, D) twice and (B, H, N, E), where G divides H"
-        )
-    for name, t in (("read", read), ("erase", erase)):
-        if t.shape != key.shape:
-            raise ValueError(f"{name} must have the shape of key, {tuple(key.shape)}, not {tuple(t.shape)}")
-    token = (batch, heads, n)
-    if log_decay is not None and (
-        tuple(log_decay.shape) not in (token, (*token, size)) or not log_decay.is_floating_point()
-    ):
-        expected = f"{token} or {(*token, size)}"
-        raise ValueError(f"log_decay must be a floating-point tensor {expected}, not {describe(log_decay)}")
-    if mask is not None:
-        check_mask("mask", mask, (batch, n))
-    if segments is not None:
-        check_segments(segments, (batch, n))
-    sequences = check_packed(cu_seqlens, batch, n, segments)
-    if state is not None:
-        check_state(state, "(B, H, D, E)", (sequences, heads, size, width), upcast_half(value[:0]).dtype)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..custom_ops import contiguous_like, kernel
+from ..custom_ops import kernel
 from ..operands import transformed, zero_masked
 from ..packed import by_sequence
 from . import chunks, spans
@@ -273,12 +273,7 @@ def _backward(
 
 
 def _composed(r: Chunked) -> tuple[Tensor, Tensor]:
-    with torch.autocast(r.q.device.type, enabled=False):
-        return spans.composed(partial(_advanced, r), r)
-
-
-def _shapes(r: Chunked, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(r.v), contiguous_like(r.state), r.state.new_empty(len(r.places) - 1, *r.state.shape)
+    return spans.composed(partial(_advanced, r), r)
 
 
 _attend = kernel(
@@ -286,7 +281,7 @@ _attend = kernel(
     Chunked,
     _forward,
     _backward,
-    shapes=_shapes,
+    shapes=spans.shapes,
     again=_composed,
     inputs=7,
     kept=1,

@@ -1,20 +1,17 @@
 """The general delta rule in C++: whole sequences, forward and backward, and one token."""
 
-from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ..buffers import fresh_like
-from ..custom_ops import contiguous_like, kernel
 from ..native import build, call
 from ..native.build.openmp import threads
-from ..native.call import HALVES, TYPES, kernels, pointers, readable, strides
+from ..native.call import HALVES, pointers, readable
 from ..operands import mark_overwritten, stored
-from ..packed import by_sequence, check_packed
+from ..packed import by_sequence
 from .general_chunks import composed
-from .native import SPAN, check_allocated, gate, kept_states, kind, plain, sizes
+from .native import kind, sequences
 from .operands import GeneralRecurrence, step_sizes
 
 
@@ -31,70 +28,7 @@ def _prepare(r: GeneralRecurrence) -> GeneralRecurrence:
     return r._replace(log_decay=log_decay, cu_seqlens=offsets, early=r.early and log_decay is not None)
 
 
-def _forward(r: GeneralRecurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """o (B,H,N,E), the last state (B,H,D,E), and with ``keeps`` the states before every 512 tokens."""
-    q, k, v, read, erase, log_decay, state, mask, segments, offsets, scale, early = r
-    check_packed(offsets, len(q), q.shape[2])
-    assert kernels("general/forward").longspan_general_span() == SPAN
-    o, end, starts = fresh_like(v), contiguous_like(state), kept_states(state, q, offsets, keeps)
-    first, mask, segments, offsets = plain(state, mask, segments, offsets)
-    kept = starts if keeps else None
-    failed = kernels("general/forward").longspan_general_forward(
-        *pointers(q, k, v, read, erase, o, log_decay, first, end, kept, mask, segments, offsets),
-        strides(q, k, v, read, erase, o, gate(log_decay)),
-        sizes(state, q, v, early),
-        kind(log_decay),
-        TYPES[v.dtype],
-        scale,
-        threads(),
-    )
-    check_allocated(failed)
-    return o, end, starts
-
-
-def _backward(
-    r: GeneralRecurrence, grads: Sequence[Tensor], kept: Sequence[Tensor], needed: Sequence[bool]
-) -> list[Tensor | None]:
-    q, k, v, read, erase, log_decay, _, mask, segments, offsets, scale, early = r
-    grad, grad_end = grads
-    # Value heads that share a query sum their gradients, for which half precision is not enough.
-    shared, vectors = v.shape[1] > q.shape[1] and v.dtype is not torch.float32, (q, k, read, erase)
-    dq, dk, dread, derase = (torch.empty_like(t, dtype=torch.float32) if shared else fresh_like(t) for t in vectors)
-    dv, first = fresh_like(v), grad_end.clone(memory_format=torch.contiguous_format)
-    ddecay = None if log_decay is None else fresh_like(log_decay)
-    mask, segments, offsets = plain(mask, segments, offsets)
-    made = (dq, dk, dv, dread, derase)
-    failed = kernels("general/backward").longspan_general_backward(
-        *pointers(q, k, v, read, erase, grad, *made, log_decay, ddecay, *kept, first, mask, segments, offsets),
-        strides(q, k, v, read, erase, grad, *made, gate(log_decay), gate(ddecay)),
-        sizes(first, q, v, early),
-        kind(log_decay),
-        TYPES[v.dtype],
-        TYPES[dq.dtype],
-        scale,
-        threads(),
-    )
-    check_allocated(failed)
-    found = [t.to(like.dtype) for t, like in zip(made, (q, k, v, read, erase), strict=True)]
-    return [*found, ddecay, first]
-
-
-def _shapes(r: GeneralRecurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(r.v), contiguous_like(r.state), kept_states(r.state, r.q, r.cu_seqlens, keeps)
-
-
-attend = kernel(
-    "general",
-    GeneralRecurrence,
-    _forward,
-    _backward,
-    shapes=_shapes,
-    again=partial(by_sequence, composed),
-    ready=lambda: call.available("general/backward"),
-    prepare=_prepare,
-    inputs=7,
-    kept=1,
-)
+attend = sequences("general", GeneralRecurrence, 5, again=partial(by_sequence, composed), prepare=_prepare)
 """``general.serve`` in C++, for float32 or bfloat16 of any strides.
 
 -> o (B,H,N,E) with dtype and strides of v, state (B,H,D,E) float32. All sums are in float32. Time is O(N (D E + 64 (D

@@ -1,21 +1,24 @@
 """Decay and the delta rule in C++: whole sequences, forward and backward, and one token."""
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ..buffers import fresh_like
-from ..custom_ops import contiguous_like, kernel
+from ..custom_ops import Kernel, contiguous_like, kernel
 from ..native import build, call
 from ..native.build.openmp import threads
-from ..native.call import HALVES, TYPES, kernels, pointers, readable, strides
-from ..operands import mark_overwritten, stored
+from ..native.call import HALVES, TYPES, check_allocated, kernels, pointers, readable, strides
+from ..operands import contiguous, mark_overwritten, stored
 from ..packed import check_packed
 from .chunks import composed
-from .operands import Recurrence, prepared, step_sizes
+from .operands import GeneralRecurrence, Recurrence, prepared, step_sizes
+
+R = TypeVar("R", Recurrence, GeneralRecurrence)
 
 DECAYS = {None: 0, 3: 1, 4: 2}  # axes of the log decays -> none, per head, per channel, as in gated/chunk.h
 SPAN = 512  # as in gated/chunk.h
@@ -32,67 +35,88 @@ def _prepare(r: Recurrence) -> Recurrence:
     return r._replace(log_decay=log_decay, beta=beta, cu_seqlens=offsets)
 
 
-def _forward(r: Recurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """o (B,H,N,E), the last state (B,H,D,E), and with ``keeps`` the states before every 512 tokens."""
-    q, k, v, log_decay, beta, state, mask, segments, offsets, scale, normalize = r
-    check_packed(offsets, len(q), q.shape[2])
-    assert kernels("gated/forward").longspan_gated_span() == SPAN
-    o, end, starts = fresh_like(v), contiguous_like(state), kept_states(state, q, offsets, keeps)
-    first, mask, segments, offsets = plain(state, mask, segments, offsets)
-    failed = kernels("gated/forward").longspan_gated_forward(
-        *pointers(q, k, v, o, log_decay, beta, first, end, starts if keeps else None, mask, segments, offsets),
-        strides(q, k, v, o, gate(log_decay), gate(beta)),
-        sizes(state, q, v, normalize),
-        kind(log_decay),
-        TYPES[v.dtype],
-        scale,
-        threads(),
+def sequences(
+    family: str,
+    operands: type[R],
+    vectors: int,
+    *,
+    again: Callable[[R], tuple[Tensor, ...]],
+    prepare: Callable[[R], R],
+) -> Kernel:
+    """Return the kernels of a family for whole sequences, as a function of its operands.
+
+    Args:
+        family: ``gated`` or ``general``.
+        operands: Their type: first vectors (q, k, v and others), then gates, then the state. The last two are the scale
+            and a flag.
+        vectors: The number of vectors.
+        again: As in ``kernel``, like ``prepare``.
+        prepare: Converts gates to float32 and offsets to int64.
+    """
+    at = operands._fields.index("state")
+
+    def forward(r: Any, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """o (B,H,N,E), the last state (B,H,D,E), and with ``keeps`` the states before every 512 tokens."""
+        q, v, state, library = r.q, r.v, r.state, kernels(f"{family}/forward")
+        check_packed(r.cu_seqlens, len(q), q.shape[2])
+        assert getattr(library, f"longspan_{family}_span")() == SPAN
+        o, end, starts = fresh_like(v), contiguous_like(state), kept_states(state, q, r.cu_seqlens, keeps)
+        first, *marks = contiguous(state, r.mask, r.segments, r.cu_seqlens)
+        failed = getattr(library, f"longspan_{family}_forward")(
+            *pointers(*r[:vectors], o, *r[vectors:at], first, end, starts if keeps else None, *marks),
+            strides(*r[:vectors], o, *map(gate, r[vectors:at])),
+            sizes(state, q, v, r[-1]),
+            kind(r.log_decay),
+            TYPES[v.dtype],
+            r.scale,
+            threads(),
+        )
+        check_allocated(failed)
+        return o, end, starts
+
+    def backward(
+        r: Any, grads: Sequence[Tensor], kept: Sequence[Tensor], needed: Sequence[bool]
+    ) -> list[Tensor | None]:
+        q, v, gates = r.q, r.v, r[vectors:at]
+        grad, first = grads[0], grads[1].clone(memory_format=torch.contiguous_format)
+        # Value heads that share a query sum their gradients, for which half precision is not enough.
+        shared = v.shape[1] > q.shape[1] and v.dtype is not torch.float32
+        made = [
+            torch.empty_like(t, dtype=torch.float32) if shared and t is not v else fresh_like(t) for t in r[:vectors]
+        ]
+        changes = [None if t is None else fresh_like(t) for t in gates]
+        marks = contiguous(r.mask, r.segments, r.cu_seqlens)
+        failed = getattr(kernels(f"{family}/backward"), f"longspan_{family}_backward")(
+            *pointers(*r[:vectors], grad, *made, *gates, *changes, *kept, first, *marks),
+            strides(*r[:vectors], grad, *made, *map(gate, (*gates, *changes))),
+            sizes(first, q, v, r[-1]),
+            kind(r.log_decay),
+            TYPES[v.dtype],
+            TYPES[made[0].dtype],
+            r.scale,
+            threads(),
+        )
+        check_allocated(failed)
+        return [*(t.to(like.dtype) for t, like in zip(made, r, strict=False)), *changes, first]
+
+    def shapes(r: Any, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(r.v), contiguous_like(r.state), kept_states(r.state, r.q, r.cu_seqlens, keeps)
+
+    return kernel(
+        family,
+        operands,
+        forward,
+        backward,
+        shapes=shapes,
+        again=again,
+        ready=lambda: call.available(f"{family}/backward"),
+        prepare=prepare,
+        inputs=at + 1,
+        kept=1,
     )
-    check_allocated(failed)
-    return o, end, starts
 
 
-def _backward(
-    r: Recurrence, grads: Sequence[Tensor], kept: Sequence[Tensor], needed: Sequence[bool]
-) -> list[Tensor | None]:
-    q, k, v, log_decay, beta, _, mask, segments, offsets, scale, normalize = r
-    grad, grad_end = grads
-    # Value heads that share a query sum their gradients, for which half precision is not enough.
-    shared = v.shape[1] > q.shape[1] and v.dtype is not torch.float32
-    dq, dk = (torch.empty_like(t, dtype=torch.float32) if shared else fresh_like(t) for t in (q, k))
-    dv, first = fresh_like(v), grad_end.clone(memory_format=torch.contiguous_format)
-    ddecay, dbeta = (None if t is None else fresh_like(t) for t in (log_decay, beta))
-    mask, segments, offsets = plain(mask, segments, offsets)
-    failed = kernels("gated/backward").longspan_gated_backward(
-        *pointers(q, k, v, grad, dq, dk, dv, log_decay, beta, ddecay, dbeta, *kept, first, mask, segments, offsets),
-        strides(q, k, v, grad, dq, dk, dv, *map(gate, (log_decay, beta, ddecay, dbeta))),
-        sizes(first, q, v, normalize),
-        kind(log_decay),
-        TYPES[v.dtype],
-        TYPES[dq.dtype],
-        scale,
-        threads(),
-    )
-    check_allocated(failed)
-    return [dq.to(q.dtype), dk.to(k.dtype), dv, ddecay, dbeta, first]
-
-
-def _shapes(r: Recurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(r.v), contiguous_like(r.state), kept_states(r.state, r.q, r.cu_seqlens, keeps)
-
-
-attend = kernel(
-    "gated",
-    Recurrence,
-    _forward,
-    _backward,
-    shapes=_shapes,
-    again=partial(prepared, composed),
-    ready=lambda: call.available("gated/backward"),
-    prepare=_prepare,
-    inputs=6,
-    kept=1,
-)
+attend = sequences("gated", Recurrence, 3, again=partial(prepared, composed), prepare=_prepare)
 """``gated.serve`` in C++, for float32 or bfloat16 of any strides.
 
 -> o (B,H,N,E) with dtype and strides of v, state (B,H,D,E) float32. All sums are in float32. Time is O(N (D E + 32 (D
@@ -159,11 +183,6 @@ def kept_states(state: Tensor, q: Tensor, offsets: Tensor | None, keeps: bool) -
     return state.new_empty(batch, heads, -(-q.shape[2] // SPAN), keys, values)
 
 
-def plain(*tensors: Tensor | None) -> list[Tensor | None]:
-    """Return contiguous tensors; None for None."""
-    return [None if t is None else t.contiguous() for t in tensors]
-
-
 def kind(log_decay: Tensor | None) -> int:
     """Return the number by which the kernels know the shape of the log decays."""
     return DECAYS[None if log_decay is None else log_decay.dim()]
@@ -177,9 +196,3 @@ def gate(t: Tensor | None) -> Tensor:
 def sizes(state: Tensor, q: Tensor, v: Tensor, flag: bool) -> "ctypes.Array[ctypes.c_long]":
     """Return the sizes for a C function: sequences, G, H, N, D, E, and a flag."""
     return (ctypes.c_long * 7)(len(state), q.shape[1], v.shape[1], *q.shape[2:], v.shape[-1], flag)
-
-
-def check_allocated(failed: int) -> None:
-    """Raise MemoryError if a kernel could not allocate its states."""
-    if failed:
-        raise MemoryError(f"cannot allocate the states of {threads()} threads")

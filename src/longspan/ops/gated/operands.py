@@ -7,15 +7,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..._utils.spec import known
+from ..arguments import check_operands, misfit
 from ..forms import Forms, serve
 from ..isolated import Packed, Part, isolated
 from ..native.call import LARGEST
 from ..operands import zero_masked
-from ..packed import by_sequence
-from ..tensors import unit, upcast_half
+from ..packed import by_sequence, count_states, one_token
+from ..tensors import unit, upcast_half, wide_dtype
 from .decays import LOWEST
 
 NORMS = {"l2": "divide by the root of the sum of squares plus 1e-6"}
+SHAPES = {
+    "query": "B G N D",
+    "key": "B G N D",
+    "value": "B H N E",
+    "read": "B G N D",
+    "erase": "B G N D",
+    "log_decay": "B H N | B H N D",
+    "beta": "B H N",
+    "mask": "B N",
+    "state": "B H D E",
+}
 
 
 class Recurrence(NamedTuple):
@@ -36,11 +49,7 @@ class Recurrence(NamedTuple):
     # The operands with tokens, their axis, and the one in whose shape the output is.
     TOKENS = ("q", "k", "v", "log_decay", "beta")
     AXIS, OUTPUT = 2, "v"
-
-    @property
-    def token(self) -> bool:
-        """Whether the call has one token for each state."""
-        return self.q.shape[2] == 1 and self.cu_seqlens is None
+    token = property(one_token)
 
     @property
     def op(self) -> str:
@@ -69,17 +78,21 @@ class GeneralRecurrence(NamedTuple):
     TOKENS = ("q", "k", "v", "read", "erase", "log_decay")
     AXIS, OUTPUT = 2, "v"
     op = "the general delta rule"
+    token = property(one_token)
 
-    @property
-    def token(self) -> bool:
-        """Whether the call has one token for each state."""
-        return self.q.shape[2] == 1 and self.cu_seqlens is None
+
+def check(normalize: str | None = None, **given: Tensor | None) -> None:
+    """Raise ValueError unless the arguments of a recurrence fit each other; names as in the public functions."""
+    if normalize is not None:
+        known(normalize, NORMS, "norm of queries and keys")
+    sizes = check_operands(SHAPES, "value", **given)
+    if sizes["H"] % (sizes["G"] or sizes["H"] + 1):
+        raise misfit(SHAPES, given, ", where G divides H")
 
 
 def first_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     """Return the state (B,H,D,E) before the first token, zeros."""
-    sequences = v.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    return v.new_zeros(sequences, v.shape[1], q.shape[-1], v.shape[-1], dtype=upcast_half(v[:0]).dtype)
+    return v.new_zeros(count_states(v, cu_seqlens), v.shape[1], q.shape[-1], v.shape[-1], dtype=wide_dtype(v))
 
 
 def serve_with_keys(forms: Forms, r: Any, donate: bool, declined: bool) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..custom_ops import contiguous_like
+
 Place = tuple[int, int, int]
 # The state before a span (B,G,R,D,E) -> its outputs (B,G,R,L,C,E), the state after it.
 Advance = Callable[[Place, Tensor], tuple[Tensor, Tensor]]
@@ -34,11 +36,12 @@ def forward(advance: Advance, r: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 def composed(advance: Advance, r: Any) -> tuple[Tensor, Tensor]:
     """Return o, 0 at masked tokens, and the last state by operations with derivatives of any order."""
-    end, found = r.state.unflatten(1, (r.k.shape[1], -1)), []
-    for place in r.places:
-        out, end = advance(place, end)
-        found.append(_tokens(out, place))
-    o = torch.cat(found, 2).to(r.v.dtype)
+    end, parts = r.state.unflatten(1, (r.k.shape[1], -1)), []
+    with torch.autocast(r.q.device.type, enabled=False):
+        for place in r.places:
+            out, end = advance(place, end)
+            parts.append(_tokens(out, place))
+    o = torch.cat(parts, 2).to(r.v.dtype)
     return o if r.mask is None else o.masked_fill(~r.mask[:, None, :, None], 0.0), end.flatten(1, 2)
 
 
@@ -60,6 +63,11 @@ def backward(
                     _store(into if into.dim() == 4 else into[..., None], part, place)
     clear_masked(r.mask, *(t for t in grads if t is not None))
     return [*grads, after.flatten(1, 2).contiguous()]
+
+
+def shapes(r: Any, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate what ``forward`` returns."""
+    return torch.empty_like(r.v), contiguous_like(r.state), r.state.new_empty(len(r.places) - 1, *r.state.shape)
 
 
 def clear_masked(mask: Tensor | None, *tensors: Tensor) -> None:

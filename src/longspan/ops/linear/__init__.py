@@ -8,17 +8,18 @@ import torch
 from torch import Tensor
 
 from .. import forms, prefix
-from ..arguments import check_mask, check_segments, check_state, describe
+from ..arguments import check_operands, check_state
 from ..forms import Form, Forms
 from ..isolated import Packed, Part, isolated
-from ..operands import check_donation, check_eps, check_stored, materialize_neg, same_device, transformed, zero_masked
-from ..packed import check_packed
-from ..tensors import upcast_half, with_ones
+from ..operands import check_donation, check_eps, materialize_neg, transformed, zero_masked
+from ..tensors import upcast_half, wide_dtype, with_ones
 from . import bidirectional, composed, native, recurrence, triton
 from . import causal as causally
 from .features import MAPS, FeatureMap, divisors
 from .features import feature_map as choose
 from .operands import LinearOperands
+
+SHAPES = {"query": "B H N D", "key": "B H M D", "value": "B H M E", "mask": "B M"}
 
 
 @overload
@@ -126,13 +127,18 @@ def linear_attention(
         found = forms.step(FORMS, LinearOperands(query, key, value, state, None, None, feature_map, eps), donate)
         if found is not None:
             return found if return_state else found[0]
-    sequences = _check(query, key, value, causal, mask, segments, cu_seqlens, state)
+    given = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens, "state": state}
+    sizes = check_operands(SHAPES, "query", query=query, key=key, value=value, **given)
+    if (causal or not unpacked) and sizes["N"] != sizes["M"]:
+        raise ValueError(f"causal or packed attention requires N = M, not {sizes['N']} queries and {sizes['M']} keys")
+    if state is not None and not causal:
+        raise ValueError("state= requires causal=True, since causal=False reads all keys in one call")
     phi = choose(feature_map, query.shape[-1])
     expected, wide = (0, 0, 0, 0), value.dtype  # of the state, if one is given or packed
     if state is not None or cu_seqlens is not None:
-        size, wide = query.shape[-1], upcast_half(query[:0]).dtype
+        size, wide = query.shape[-1], wide_dtype(query)
         features = size if isinstance(feature_map, str) else phi(upcast_half(query.new_zeros(1, size))).shape[-1]
-        expected = (sequences, key.shape[1], features, value.shape[-1] + 1)
+        expected = (sizes["sequences"], key.shape[1], features, value.shape[-1] + 1)
         if state is not None:
             check_state(state, "(B, H, F, E+1)", expected, wide)
     query, (key, value) = zero_masked(mask if causal else None, query)[0], zero_masked(mask, key, value)
@@ -183,22 +189,9 @@ def named(
     state: Tensor | None = None,
     donate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``linear_attention`` without checks, on queries and keys before the feature map, by the fastest form.
+    """``linear_attention`` without checks, for a map in ``features.MAPS``, by the fastest form.
 
-    Args:
-        q: (B,H,N,D), of any strides.
-        k: (B,H,M,D).
-        v: (B,H,M,E).
-        causal: As in ``linear_attention``, like the arguments below.
-        feature_map: A name in ``features.MAPS``.
-        eps: Added to the denominator.
-        mask: (B,M) bool.
-        segments: (B,N) int64.
-        state: (B,H,D,E+1), or None for zeros.
-        donate: Allows the call to overwrite ``state``.
-
-    Returns:
-        o (B,H,N,E) in v's dtype and the state (B,H,D,E+1).
+    Takes queries and keys before the map, and returns o (B,H,N,E) in v's dtype and the state (B,H,D,E+1).
 
     Raises:
         ValueError: a forced backend cannot serve the call.
@@ -330,38 +323,3 @@ def matrix(
 def normalize(read: Tensor, eps: float) -> Tensor:
     """Divide by the last column plus eps: (..., E+1) -> (..., E); 0 where the divisor is 0."""
     return read[..., :-1] / divisors(read[..., -1:] + eps)
-
-
-def _check(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state: Tensor | None,
-) -> int:
-    """Return the number of states of the call. Raises ValueError unless the arguments fit each other."""
-    given: dict[str, Any] = {"query": query, "key": key, "value": value}
-    for name, t in given.items():
-        if not isinstance(t, Tensor) or t.dim() != 4 or not t.is_floating_point():
-            raise ValueError(f"{name} must be a floating-point tensor (B, H, N, D), not {describe(t)}")
-    if query.shape[:2] != key.shape[:2] or query.shape[-1] != key.shape[-1] or key.shape[:3] != value.shape[:3]:
-        raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)}, value {tuple(value.shape)} do not fit; "
-            f"expected (B, H, N, D), (B, H, M, D), (B, H, M, E)"
-        )
-    same_device(query=query, key=key, value=value, mask=mask, segments=segments, cu_seqlens=cu_seqlens, state=state)
-    check_stored("the state", state)
-    batch, _, keys, _ = key.shape
-    if (causal or segments is not None or cu_seqlens is not None) and query.shape[2] != keys:
-        raise ValueError(f"causal or packed attention requires N = M, not {query.shape[2]} queries and {keys} keys")
-    if mask is not None:
-        check_mask("mask", mask, (batch, keys))
-    if segments is not None:
-        check_segments(segments, (batch, keys))
-    sequences = check_packed(cu_seqlens, batch, keys, segments)
-    if state is not None and not causal:
-        raise ValueError("state= requires causal=True, since causal=False reads all keys in one call")
-    return sequences

@@ -10,7 +10,7 @@ from ..custom_ops import kernel
 from ..native import build, call
 from ..native.build.openmp import threads
 from ..native.call import HALVES, LARGEST, MAPS, TYPES, kernels, pointers, readable, strides
-from ..operands import mark_overwritten, stored
+from ..operands import contiguous, mark_overwritten, stored
 from .composed import composed
 from .operands import LinearOperands
 
@@ -26,7 +26,7 @@ def _forward(r: LinearOperands, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state (B,H,D,E+1), the denominators (B,H,N)."""
     q, k, v, state, mask, segments, feature_map, eps, *_ = r
     o, end, below = fresh_like(v), _state(q, v), _denominators(q)
-    state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
+    state, mask, segments = contiguous(state, mask, segments)
     failed = kernels("linear/forward").longspan_linear_forward(
         *pointers(q, k, v, o, below, state, end, mask, segments),
         strides(q, k, v, o),
@@ -49,7 +49,7 @@ def _backward(
     (grad, grad_end), (o, below) = grads, kept
     dq, dk, dv, first = fresh_like(q), fresh_like(k), fresh_like(v), _state(q, v)
     grad_end = grad_end.contiguous()
-    state, mask, segments = (None if t is None else t.contiguous() for t in (state, mask, segments))
+    state, mask, segments = contiguous(state, mask, segments)
     failed = kernels("linear/backward").longspan_linear_backward(
         *pointers(q, k, v, o, grad, dq, dk, dv, below, state, grad_end, first, mask, segments),
         strides(q, k, v, o, grad, dq, dk, dv),

@@ -115,15 +115,7 @@ def _prefix(
     span = tiles.span(n, batch * heads)
     sizes = {"D": end.shape[-2], "E": end.shape[-1] - 1, "SPAN": span, "BLOCK": PREFIX}
     kernels.prefix_kernel[(-(-size // PREFIX) * batch * heads,)](
-        parts,
-        given,
-        end,
-        segments,
-        n,
-        spans,
-        heads,
-        *strides,
-        *_strides(segments),
+        *(parts, given, end, segments, n, spans, heads, *strides, *_strides(segments)),
         **sizes,
         CAUSAL=causal,
         REVERSE=reverse,
@@ -148,34 +140,16 @@ def _forward(r: LinearOperands, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Te
     edges = *_strides(mask), *_strides(segments)
     with torch.cuda.device_of(q):
         grid, options = _launch("sums", q, v, pairs, m, feature_map)
-        kernels.sums_kernel[grid](
-            k, v, starts, mask, segments, m, spans, heads, *k.stride(), *v.stride(), *edges, **options
-        )
+        sizes = (m, spans, heads)
+        kernels.sums_kernel[grid](k, v, starts, mask, segments, *sizes, *k.stride(), *v.stride(), *edges, **options)
         _prefix(starts, state, end, segments, m, causal=causal, reverse=False)
         states = spans
         if not causal:
             starts, states, spans = end, 1, tiles.spans(n, pairs)
         grid, options = _launch("outputs", q, v, pairs, n, feature_map, CAUSAL=causal)
         kernels.outputs_kernel[grid](
-            q,
-            k,
-            v,
-            o,
-            rest if fine else None,
-            below,
-            starts,
-            mask,
-            segments,
-            n,
-            spans,
-            states,
-            heads,
-            eps,
-            *q.stride(),
-            *k.stride(),
-            *v.stride(),
-            *o.stride(),
-            *edges,
+            *(q, k, v, o, rest if fine else None, below, starts, mask, segments, n, spans, states, heads, eps),
+            *(*q.stride(), *k.stride(), *v.stride(), *o.stride(), *edges),
             **options,
         )
     return o, end, below, starts if causal else end.new_empty(batch, heads, 0, _size(q, v)), rest
@@ -199,89 +173,32 @@ def _backward(
     with torch.cuda.device_of(q):
         grid, options = _launch("grad_sums", q, v, pairs, n, feature_map)
         kernels.grad_sums_kernel[grid](
-            q,
-            o,
-            rest if rest.numel() else None,
-            grad,
-            below,
-            weights,
-            ends,
-            segments,
-            n,
-            spans,
-            heads,
-            *q.stride(),
-            *o.stride(),
-            *grad.stride(),
-            *_strides(segments),
+            *(q, o, rest if rest.numel() else None, grad, below, weights, ends, segments, n, spans, heads),
+            *(*q.stride(), *o.stride(), *grad.stride(), *_strides(segments)),
             **options,
         )
         _prefix(ends, grad_end, first, segments, n, causal=causal, reverse=True)
         states = spans if causal else 1
-        shared = *q.stride(), *k.stride(), *v.stride(), *grad.stride()
+        read, shared = (q, k, v, grad, below, weights), (*q.stride(), *k.stride(), *v.stride(), *grad.stride())
         grid, options = _launch("grad_q", q, v, pairs, n, feature_map, CAUSAL=causal)
         kernels.grad_q_kernel[grid](
-            q,
-            k,
-            v,
-            grad,
-            below,
-            weights,
-            starts,
-            dq,
-            mask,
-            segments,
-            n,
-            spans,
-            states,
-            heads,
-            *shared,
-            *dq.stride(),
-            *edges,
+            *(*read, starts, dq, mask, segments, n, spans, states, heads),
+            *(*shared, *dq.stride(), *edges),
             **options,
         )
         if not causal:
             ends, spans = first, tiles.spans(m, pairs)
+        sizes = (m, spans, states, heads)
         grid, options = _launch("grad_k", q, v, pairs, m, feature_map, CAUSAL=causal)
         kernels.grad_k_kernel[grid](
-            q,
-            k,
-            v,
-            grad,
-            below,
-            weights,
-            ends,
-            dk,
-            mask,
-            segments,
-            m,
-            spans,
-            states,
-            heads,
-            *shared,
-            *dk.stride(),
-            *edges,
+            *(*read, ends, dk, mask, segments, *sizes),
+            *(*shared, *dk.stride(), *edges),
             **options,
         )
         grid, options = _launch("grad_v", q, v, pairs, m, feature_map, CAUSAL=causal)
         kernels.grad_v_kernel[grid](
-            q,
-            k,
-            grad,
-            below,
-            ends,
-            dv,
-            mask,
-            segments,
-            m,
-            spans,
-            states,
-            heads,
-            *q.stride(),
-            *k.stride(),
-            *grad.stride(),
-            *dv.stride(),
-            *edges,
+            *(q, k, grad, below, ends, dv, mask, segments, *sizes),
+            *(*q.stride(), *k.stride(), *grad.stride(), *dv.stride(), *edges),
             **options,
         )
     return [dq, dk, dv, first]
@@ -388,20 +305,8 @@ def _launch_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, after: Tensor, 
     strides = [(t.stride(0), t.stride(1), t.stride(3)) for t in (q, k, v, o)]
     with torch.cuda.device_of(q):
         kernels.step_kernel[(batch * heads,)](
-            q,
-            k,
-            v,
-            state,
-            after,
-            o,
-            heads,
-            eps,
-            *strides[0],
-            *strides[1],
-            *strides[2],
-            *state.stride(),
-            *after.stride(),
-            *strides[3],
+            *(q, k, v, state, after, o, heads, eps),
+            *(*strides[0], *strides[1], *strides[2], *state.stride(), *after.stride(), *strides[3]),
             **step_constants(d, e, feature_map),
         )
     return o
@@ -409,13 +314,5 @@ def _launch_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, after: Tensor, 
 
 _step_op = torch.library.custom_op("longspan::triton_linear_step", _step, mutates_args=("state",))
 _fresh_step_op = torch.library.custom_op("longspan::triton_linear_fresh_step", _fresh_step, mutates_args=())
-
-
-@_step_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, state: Tensor, feature_map: str, eps: float) -> Tensor:
-    return torch.empty_like(v)
-
-
-@_fresh_step_op.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, state: Tensor, feature_map: str, eps: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(v), _state(q, v)
+_step_op.register_fake(lambda q, k, v, *_: torch.empty_like(v))
+_fresh_step_op.register_fake(lambda q, k, v, *_: (torch.empty_like(v), _state(q, v)))

@@ -5,9 +5,11 @@ import ctypes
 import torch
 from torch import Tensor
 
+from .. import operands
 from ..backends import mark_dynamo_constant
-from ..operands import TRANSFORMED, transformed
+from ..operands import transformed
 from . import build
+from .build.openmp import threads
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # as in the kernels
 HALVES = TYPES | {torch.float16: 2}  # token steps and convolutions also take float16
@@ -27,19 +29,17 @@ def strides(*tensors: Tensor) -> "ctypes.Array[ctypes.c_long]":
 
 
 def unreadable(*tensors: Tensor | None) -> str:
-    """Return why no kernel may read these tensors; empty if it may. Dtypes are not checked."""
+    """Return why these kernels may not read these tensors; empty if they may. Dtypes are not checked."""
     given = [t for t in tensors if t is not None]
-    if torch.compiler.is_exporting():
-        return "they are not part of an exported program"
-    # Subclasses with ``__torch_dispatch__``, such as fake tensors, may have no memory.
-    if not torch.compiler.is_compiling() and (
-        torch._C._len_torch_dispatch_stack()
-        or any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in given)  # pyright: ignore[reportAttributeAccessIssue] (torch's stubs lack it)
-    ):
-        return "they are invisible to the dispatch mode or tensor subclass that follows the operations of torch"
-    if transformed():
-        return TRANSFORMED
+    if reason := operands.unreadable(given):
+        return reason
     return "they are for the CPU" if any(t.device.type != "cpu" for t in given) else ""
+
+
+def check_allocated(failed: int, what: str = "states") -> None:
+    """Raise MemoryError if a kernel could not allocate what its threads need."""
+    if failed:
+        raise MemoryError(f"cannot allocate the {what} of {threads()} threads")
 
 
 def why_not(
@@ -79,17 +79,17 @@ def available(*names: str) -> bool:
     return all(build.loaded(unit) is not None for name in names for unit in build.interface.units(name))
 
 
-def readable(*tensors: Tensor | None, dtype: torch.dtype = torch.float32) -> bool:
+def readable(*tensors: Tensor | None, dtype: torch.dtype | None = torch.float32) -> bool:
     """Return whether a token step may read these tensors: plain, on the CPU, without gradients, modes or transforms.
 
-    It runs once per token and layer, so it is written for speed.
+    Without ``dtype`` each may have any of ``HALVES``. It runs once per token and layer, so it is written for speed.
     """
     if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transformed():
         return False
-    grad = torch.is_grad_enabled()
+    grad, types = torch.is_grad_enabled(), HALVES if dtype is None else (dtype,)
     for t in tensors:
         if t is None:
             continue
-        if type(t) is not Tensor or t.dtype is not dtype or not t.is_cpu or t.is_neg() or (grad and t.requires_grad):
+        if type(t) is not Tensor or t.dtype not in types or not t.is_cpu or t.is_neg() or (grad and t.requires_grad):
             return False
     return True

@@ -1,17 +1,16 @@
 """Recurrences whose states do not mix: the diagonal scan, and the selective scan of Mamba."""
 
-from collections.abc import Callable
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 from torch import Tensor
 
-from ..arguments import check_mask, check_segments, check_state, describe
+from ..arguments import check_operands
 from ..custom_ops import exported
-from ..forms import Form, Forms, serve
-from ..onnx import check_fixed
-from ..operands import check_donation, check_stored, same_device
-from ..packed import check_packed
-from ..tensors import upcast_half
+from ..forms import Form, Forms, serve, step
+from ..onnx import unrolled
+from ..operands import check_donation
+from ..packed import count_states
+from ..tensors import wide_dtype
 from . import diagonal_forms, native, selective_forms
 from .operands import Diagonal, Selective
 
@@ -97,11 +96,17 @@ def diagonal_scan(
     """
     if donate and state is not None:
         check_donation(state, x=x, log_decay=log_decay)
-    _check_tokens("C", {"x": x, "log_decay": log_decay}, mask, segments, cu_seqlens, state)
-    sequences = check_packed(cu_seqlens, x.shape[0], x.shape[1], segments)
-    if state is not None:
-        check_state(state, "(B, C)", (sequences, x.shape[2]), upcast_half(x[:0]).dtype)
-    y, state = diagonal(x, log_decay, mask=mask, segments=segments, cu_seqlens=cu_seqlens, state=state, donate=donate)
+    declined = False
+    if mask is None and segments is None and cu_seqlens is None and state is not None:
+        # Fast path for one-token decoding, which validates its own shapes.
+        result = step(DIAGONAL, Diagonal(x, log_decay, state, None, None, None), donate)
+        if result is not None:
+            return result if return_state else result[0]
+        declined = True
+    given = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
+    check_operands(DIAGONAL_SHAPES, "x", x=x, log_decay=log_decay, **given, state=state)
+    state = _zeros(x, cu_seqlens) if state is None else state
+    y, state = serve(DIAGONAL, Diagonal(x, log_decay, state, **given), donate, declined)
     return (y, state) if return_state else y
 
 
@@ -231,9 +236,18 @@ def selective_scan(
     """
     if donate and state is not None:
         check_donation(state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
-    check(x, dt, A, B, C, D, z, dt_bias, mask, segments, cu_seqlens, state)
-    options: dict[str, Any] = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens, "donate": donate}
-    y, state = selective(x, dt, A, B, C, D=D, z=z, dt_bias=dt_bias, softplus=softplus, state=state, **options)
+    declined = False
+    if mask is None and segments is None and cu_seqlens is None and state is not None:
+        # Fast path for one-token decoding, which validates its own shapes.
+        r = Selective(x, dt, A, B, C, D, z, dt_bias, state, None, None, None, softplus)
+        if (result := step(SELECTIVE, r, donate)) is not None:
+            return result if return_state else result[0]
+        declined = True
+    weights, given = {"D": D, "dt_bias": dt_bias}, {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
+    check_operands(SELECTIVE_SHAPES, "x", x=x, dt=dt, A=A, B=B, C=C, z=z, **weights, **given, state=state)
+    state = _zeros(x, cu_seqlens, A.shape[1]) if state is None else state
+    r = Selective(x, dt, A, B, C, z=z, state=state, softplus=softplus, **weights, **given)
+    y, state = serve(SELECTIVE, r, donate, declined)
     return (y, state) if return_state else y
 
 
@@ -261,6 +275,20 @@ def selective(
     )
 
 
+DIAGONAL_SHAPES = {"x": "B N C", "log_decay": "B N C", "mask": "B N", "state": "B C"}
+SELECTIVE_SHAPES = {
+    "x": "B N channels",
+    "dt": "B N channels",
+    "A": "channels S",
+    "B": "B N S",
+    "C": "B N S",
+    "D": "channels",
+    "z": "B N channels",
+    "dt_bias": "channels",
+    "mask": "B N",
+    "state": "B channels S",
+}
+
 DIAGONAL = Forms(
     {
         "native": Form(native.diagonal, native.why_not, native.diagonal_step),
@@ -268,7 +296,7 @@ DIAGONAL = Forms(
         "reference": Form(diagonal_forms.reference),
     },
     exported("diagonal_scan", Diagonal, lambda r: serve(DIAGONAL, r), inputs=3, like=0),
-    onnx=lambda r: _unrolled(diagonal_forms.attend, r),
+    onnx=unrolled(diagonal_forms.attend),
 )
 SELECTIVE = Forms(
     {
@@ -277,75 +305,9 @@ SELECTIVE = Forms(
         "reference": Form(selective_forms.reference),
     },
     exported("selective_scan", Selective, lambda r: serve(SELECTIVE, r), inputs=9, like=0),
-    onnx=lambda r: _unrolled(selective_forms.attend, r),
+    onnx=unrolled(selective_forms.attend),
 )
 
 
-def _unrolled(form: Callable[[Any], tuple[Tensor, Tensor]], r: Diagonal | Selective) -> tuple[Tensor, Tensor]:
-    check_fixed(r.op, r.x.shape[1])
-    return form(r)
-
-
 def _zeros(x: Tensor, cu_seqlens: Tensor | None, *size: int) -> Tensor:
-    sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
-    return x.new_zeros(sequences, x.shape[2], *size, dtype=upcast_half(x[:0]).dtype)
-
-
-def check(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state: Tensor | None,
-) -> None:
-    """Raise ValueError unless the arguments of ``selective_scan`` fit each other."""
-    _check_tokens("channels", {"x": x, "dt": dt, "z": z}, mask, segments, cu_seqlens, state)
-    same_device(x=x, A=A, B=B, C=C, D=D, dt_bias=dt_bias)
-    batch, n, channels = x.shape
-    if A.dim() != 2 or len(A) != channels or not A.is_floating_point():
-        raise ValueError(f"A must be a floating-point tensor (channels, S) = ({channels}, S), not {describe(A)}")
-    size = A.shape[1]
-    for name, t, shape in (
-        ("B", B, (batch, n, size)),
-        ("C", C, (batch, n, size)),
-        ("D", D, (channels,)),
-        ("dt_bias", dt_bias, (channels,)),
-    ):
-        if t is not None and (tuple(t.shape) != shape or not t.is_floating_point()):
-            raise ValueError(f"{name} must be a floating-point tensor {shape}, not {describe(t)}")
-    sequences = check_packed(cu_seqlens, batch, n, segments)
-    if state is not None:
-        check_state(state, "(B, channels, S)", (sequences, channels, size), upcast_half(x[:0]).dtype)
-
-
-def _check_tokens(
-    last: str,
-    tokens: dict[str, Tensor | None],
-    mask: Tensor | None,
-    segments: Tensor | None,
-    cu_seqlens: Tensor | None,
-    state: Tensor | None,
-) -> None:
-    """Raise ValueError unless all ``tokens`` are (B,N,C), and the mask and segments (B,N)."""
-    same_device(**tokens, mask=mask, segments=segments, cu_seqlens=cu_seqlens, state=state)
-    check_stored("the state", state)
-    shape: tuple[int, ...] = ()
-    for name, t in tokens.items():
-        if t is None:
-            continue
-        if t.dim() != 3 or not t.is_floating_point():
-            raise ValueError(f"{name} must be a floating-point tensor (B, N, {last}), not {describe(t)}")
-        shape = shape or tuple(t.shape)
-        if tuple(t.shape) != shape:
-            raise ValueError(f"{name} must be (B, N, {last}) = {shape}, as x is, not {describe(t)}")
-    if mask is not None:
-        check_mask("mask", mask, shape[:2])
-    if segments is not None:
-        check_segments(segments, shape[:2])
+    return x.new_zeros(count_states(x, cu_seqlens), x.shape[2], *size, dtype=wide_dtype(x))

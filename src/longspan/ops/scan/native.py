@@ -11,8 +11,8 @@ from ..buffers import fresh_like
 from ..custom_ops import contiguous_like, kernel
 from ..native import build, call
 from ..native.build.openmp import threads
-from ..native.call import HALVES, kernels, pointers, readable, strides
-from ..operands import mark_overwritten, stored
+from ..native.call import HALVES, check_allocated, kernels, pointers, readable, strides
+from ..operands import contiguous, mark_overwritten, stored
 from ..packed import check_packed
 from . import diagonal_forms, selective_forms
 from .operands import Diagonal, Selective
@@ -49,14 +49,14 @@ def _diagonal_forward(r: Diagonal, keeps: bool) -> tuple[Tensor, Tensor, Tensor]
     assert kernels("scan/diagonal").longspan_scan_tile() == TILE
     y, end, starts = fresh_like(x), contiguous_like(state), _starts(r, keeps)
     first = state.contiguous()
-    mask, segments, offsets = _plain(mask, segments, offsets)
+    mask, segments, offsets = contiguous(mask, segments, offsets)
     failed = kernels("scan/diagonal").longspan_diagonal_forward(
         *pointers(x, g, y, first, end, starts if keeps else None, mask, segments, offsets),
         *_layout(x, g, y),
         _sizes(*x.shape, len(state)),
         threads(),
     )
-    _check(failed)
+    check_allocated(failed, "tiles")
     return y, end, starts
 
 
@@ -66,14 +66,14 @@ def _diagonal_backward(
     x, g, _, mask, segments, offsets = r
     grad, grad_end = grads[0], grads[1].contiguous()
     dx, dg, first = fresh_like(x), fresh_like(g), contiguous_like(grad_end)
-    mask, segments, offsets = _plain(mask, segments, offsets)
+    mask, segments, offsets = contiguous(mask, segments, offsets)
     failed = kernels("scan/diagonal").longspan_diagonal_backward(
         *pointers(x, g, grad, dx, dg, *kept, grad_end, first, mask, segments, offsets),
         *_layout(x, g, grad, dx, dg),
         _sizes(*x.shape, len(first)),
         threads(),
     )
-    _check(failed)
+    check_allocated(failed, "tiles")
     return [dx, dg, first]
 
 
@@ -103,7 +103,7 @@ def diagonal_step(r: Diagonal, donate: bool) -> tuple[Tensor, Tensor] | None:
     x, g, state, *_ = r
     if x.dim() != 3 or x.shape[1] != 1 or x.shape != g.shape or state.shape != (len(x), x.shape[2]) or not x.numel():
         return None
-    if not (_readable(x) and _readable(g) and readable(state)) or not stored(state):
+    if not readable(x, g, dtype=None) or not readable(state) or not stored(state):
         return None
     if (library := build.loaded("scan/diagonal")) is None:
         return None
@@ -127,8 +127,8 @@ def _selective_forward(r: Selective, keeps: bool) -> tuple[Tensor, Tensor, Tenso
     check_packed(offsets, len(x), x.shape[1])
     assert kernels("scan/selective").longspan_scan_tile() == TILE
     y, end, starts = fresh_like(x), contiguous_like(state), _starts(r, keeps)
-    rates, skip, bias, first = _plain(A, D, dt_bias, state)
-    mask, segments, offsets = _plain(mask, segments, offsets)
+    rates, skip, bias, first = contiguous(A, D, dt_bias, state)
+    mask, segments, offsets = contiguous(mask, segments, offsets)
     failed = kernels("scan/selective").longspan_selective_forward(
         *pointers(x, dt, B, C, z, y, rates, skip, bias, first, end, starts if keeps else None, mask, segments, offsets),
         *_layout(x, dt, B, C, z, y),
@@ -136,7 +136,7 @@ def _selective_forward(r: Selective, keeps: bool) -> tuple[Tensor, Tensor, Tenso
         softplus,
         threads(),
     )
-    _check(failed)
+    check_allocated(failed, "tiles")
     return y, end, starts
 
 
@@ -152,8 +152,8 @@ def _selective_backward(
     shares, pairs = new(-(-channels // BLOCK), batch, n, 2, size), new(batch, n, 2, size)
     rate_sums, rates = new(sequences, channels, size), new(channels, size)
     channel_sums, others = new(2, sequences, channels), new(2, channels)
-    weights = _plain(A, D, dt_bias)
-    mask, segments, offsets = _plain(mask, segments, offsets)
+    weights = contiguous(A, D, dt_bias)
+    mask, segments, offsets = contiguous(mask, segments, offsets)
     failed = kernels("scan/selective").longspan_selective_backward(
         *pointers(x, dt, B, C, z, grad, dx, ddt, dz, *weights, *kept, grad_end, first),
         *pointers(shares, rate_sums, channel_sums, pairs, rates, others, mask, segments, offsets),
@@ -162,7 +162,7 @@ def _selective_backward(
         softplus,
         threads(),
     )
-    _check(failed)
+    check_allocated(failed, "tiles")
     db, dc = (pairs[:, :, i].to(t.dtype).contiguous() for i, t in enumerate((B, C)))
     skip = None if D is None else others[0].clone()
     bias = None if dt_bias is None else others[1].clone()
@@ -213,7 +213,7 @@ def selective_step(r: Selective, donate: bool) -> tuple[Tensor, Tensor] | None:
         return None
     if A.shape != (channels, size) or any(t is not None and t.shape != (channels,) for t in (D, dt_bias)):
         return None
-    if not all(t is None or _readable(t) for t in (x, dt, B, C, z)) or not readable(state) or not stored(state):
+    if not readable(x, dt, B, C, z, dtype=None) or not readable(state) or not stored(state):
         return None
     grad, weights = torch.is_grad_enabled(), []
     for t in (A, D, dt_bias):
@@ -249,10 +249,6 @@ def _starts(r: Diagonal | Selective, keeps: bool) -> Tensor:
     return state.new_empty(tiles, *state.shape[1:])
 
 
-def _plain(*tensors: Tensor | None) -> Sequence[Any]:
-    return [None if t is None else t.contiguous() for t in tensors]
-
-
 def _layout(*tensors: Tensor | None) -> tuple[Any, Any]:
     """Return the strides of (B,1,N,channels) and the types of tensors (B,N,channels); placeholders for None."""
     first = tensors[0]
@@ -264,12 +260,3 @@ def _layout(*tensors: Tensor | None) -> tuple[Any, Any]:
 
 def _sizes(*sizes: int) -> "ctypes.Array[ctypes.c_long]":
     return (ctypes.c_long * len(sizes))(*sizes)
-
-
-def _readable(x: Tensor) -> bool:
-    return x.dtype in HALVES and readable(x, dtype=x.dtype)
-
-
-def _check(failed: int) -> None:
-    if failed:
-        raise MemoryError(f"cannot allocate the tiles of {threads()} threads")

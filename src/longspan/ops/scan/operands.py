@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..packed import one_token
+
 
 class Diagonal(NamedTuple):
     """Operands of ``diagonal_scan``."""
@@ -17,11 +19,7 @@ class Diagonal(NamedTuple):
 
     TOKENS = ("x", "log_decay")
     AXIS, OUTPUT, op = 1, "x", "the diagonal scan"
-
-    @property
-    def token(self) -> bool:
-        """Whether the call has one token for each state."""
-        return self.x.shape[1] == 1 and self.cu_seqlens is None
+    token = property(one_token)
 
 
 class Selective(NamedTuple):
@@ -43,8 +41,4 @@ class Selective(NamedTuple):
 
     TOKENS = ("x", "dt", "B", "C", "z")
     AXIS, OUTPUT, op = 1, "x", "the selective scan"
-
-    @property
-    def token(self) -> bool:
-        """Whether the call has one token for each state."""
-        return self.x.shape[1] == 1 and self.cu_seqlens is None
+    token = property(one_token)

@@ -1,7 +1,7 @@
 """Block-sparse softmax attention under a pattern, without an N x N matrix."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ... import patterns
 from ..backends import log_backend, mark_dynamo_constant, resolve_backend
+from ..custom_ops import operation
 from ..native.call import available
-from ..operands import double_backward
 from ..softmax.dense import repeat
 from . import definition, flex, tiles
 from . import native as kernels
@@ -54,7 +54,7 @@ def attend(
     if backend == "flex":
         out, lse = flex.attend(q, k, v, text, layer, scale)
     else:
-        out, lse = _forward_op(q, k, v, text, layer, scale, softcap, backend == "native")
+        out, lse = _attend(Blocks(q, k, v, text, layer, scale, softcap, backend == "native"))
     return (out[:, :, before:], lse[:, :, before:].detach()) if before else (out, lse.detach())
 
 
@@ -137,11 +137,23 @@ def flops(q: torch.Size, k: torch.Size, v: torch.Size, pattern: str, layer: int,
     return 2 * (q[3] + v[3]) * q[0] * pairs * (heads if alike else 1)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, pattern: str, layer: int, scale: float, softcap: float, by_kernels: bool
-) -> tuple[Tensor, Tensor]:
-    """Return output (B,H,N,E) and log-sum-exp (B,H,N); N < M only if the C++ kernels compute all blocks."""
-    out, lse, n = _empty_output(q, v), _empty_lse(q), k.shape[2]
+class Blocks(NamedTuple):
+    """Operands of ``attend``."""
+
+    q: Tensor  # (B,H,N,D); N < M only if the C++ kernels compute all blocks
+    k: Tensor  # (B,G,M,D)
+    v: Tensor  # (B,G,M,E)
+    pattern: str
+    layer: int
+    scale: float
+    softcap: float
+    by_kernels: bool  # use the C++ kernels
+
+
+def _forward(r: Blocks) -> tuple[Tensor, Tensor]:
+    """Return output (B,H,N,E) and log-sum-exp (B,H,N)."""
+    q, k, v, pattern, layer, scale, softcap, by_kernels = r
+    (out, lse), n = _empty_outputs(r), k.shape[2]
     for own, head, q_, k_, v_ in _heads(q, k, v, pattern):
         length, parts = placed(pattern, n, head, layer, by_kernels, q.device)
         blocks = listed(pattern, n, head, layer) if by_kernels else None
@@ -165,20 +177,9 @@ def _forward(
     return out, lse
 
 
-def _backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    pattern: str,
-    layer: int,
-    scale: float,
-    softcap: float,
-    by_kernels: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(r: Blocks, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v."""
+    q, k, v, pattern, layer, scale, softcap, by_kernels = r
     n, grads = k.shape[2], None
     for own, head, q_, k_, v_ in _heads(q, k, v, pattern):
         length, parts = placed(pattern, n, head, layer, by_kernels, q.device)
@@ -235,60 +236,31 @@ def _unpadded(x: Tensor, q: Tensor, width: int) -> Tensor:
     return x.unflatten(0, q.shape[:2])[:, :, : q.shape[2], :width]
 
 
-def _empty_output(q: Tensor, v: Tensor) -> Tensor:
-    return v.new_empty(*q.shape[:3], v.shape[-1])
-
-
 def _empty_lse(q: Tensor) -> Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-_forward_op = torch.library.custom_op("longspan::pattern_forward", _forward, mutates_args=())
-_backward_op = torch.library.custom_op("longspan::pattern_backward", _backward, mutates_args=())
+def _empty_outputs(r: Blocks) -> tuple[Tensor, Tensor]:
+    return r.v.new_empty(*r.q.shape[:3], r.v.shape[-1]), _empty_lse(r.q)
 
 
-@_forward_op.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, pattern: str, layer: int, scale: float, softcap: float, by_kernels: bool
-) -> tuple[Tensor, Tensor]:
-    return _empty_output(q, v), _empty_lse(q)
+def _plain(r: Blocks) -> tuple[Tensor, Tensor]:
+    """The same by operations with derivatives of any order; the log-sum-exps have none."""
+    pattern, how = patterns.parse(r.pattern), {"scale": r.scale, "softcap": r.softcap}
+    out, _, lse = definition.attend(r.q, r.k, r.v, pattern, layer=r.layer, **how)
+    return out, lse.detach()
 
 
-@_backward_op.register_fake
-def _(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    pattern: str,
-    layer: int,
-    scale: float,
-    softcap: float,
-    by_kernels: bool,
-) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, *ctx.options = inputs
-    ctx.save_for_backward(q, k, v, *output)
-
-
-def _differentiate(ctx: Any, grad: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    if torch.is_grad_enabled() or (ctx.options[-1] and not available("pattern/backward")):
-        q, k, v, *_ = ctx.saved_tensors
-        return *double_backward(_plain, (q, k, v), (grad,), options=ctx.options), None, None, None, None, None
-    return *_backward_op(grad, *ctx.saved_tensors, *ctx.options), None, None, None, None, None
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor, *, options: tuple[Any, ...]) -> Tensor:
-    pattern, layer, scale, softcap, _ = options
-    return definition.attend(q, k, v, patterns.parse(pattern), layer=layer, scale=scale, softcap=softcap)[0]
-
-
-_forward_op.register_autograd(_differentiate, setup_context=_save)
+_attend = operation(
+    "pattern",
+    Blocks,
+    _forward,
+    shapes=_empty_outputs,
+    again=_plain,
+    inputs=3,
+    backward=_backward,
+    ready=lambda r: not r.by_kernels or available("pattern/backward"),
+)
 
 
 def backward(
@@ -311,5 +283,7 @@ def backward(
     if before:
         grad, q, out = (F.pad(x, (0, 0, before, 0)) for x in (grad, q, out))
         lse = F.pad(lse, (before, 0), value=-torch.inf)
-    dq, dk, dv = _backward_op(grad, q, k, v, out, lse, text, layer, scale, softcap, backend == "native")
+    assert _attend.backward is not None
+    r = Blocks(q, k, v, text, layer, scale, softcap, backend == "native")
+    dq, dk, dv = _attend.backward(grad, *r, out, lse)
     return dq[:, :, before:], dk, dv

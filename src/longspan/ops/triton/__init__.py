@@ -12,8 +12,8 @@ import os
 import torch
 from torch import Tensor
 
+from .. import operands
 from ..backends import forced_backend, mark_dynamo_constant
-from ..operands import TRANSFORMED, transformed
 
 FOR_CUDA = "they are for CUDA GPUs"
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -41,14 +41,7 @@ def unreadable(*tensors: Tensor | None) -> str:
     given = [t for t in tensors if t is not None]
     if not all(t.is_cuda for t in given) and not (forced_backend() == "triton" and interpreted()):
         return FOR_CUDA
-    if torch.compiler.is_exporting():
-        return "they are not part of an exported program"
-    if not torch.compiler.is_compiling() and (
-        torch._C._len_torch_dispatch_stack()
-        or any(type(t).__torch_dispatch__ is not Tensor.__torch_dispatch__ for t in given)  # pyright: ignore[reportAttributeAccessIssue] (torch's stubs lack it)
-    ):
-        return "they are invisible to the dispatch mode or tensor subclass that follows the operations of torch"
-    return TRANSFORMED if transformed() else missing()
+    return operands.unreadable(given) or missing()
 
 
 def why_not(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, *others: Tensor | None) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ....ops import linear
-from ....ops.tensors import upcast_half
+from ....ops.tensors import upcast_half, wide_dtype
 from ..attention.attention_layer import Projections
 from ..attention.full_attention import SOFTMAX_PARAMETERS, Softmax
 from ..attention.linear_attention import LINEAR_PARAMETERS, Sums
@@ -142,7 +142,7 @@ class RecurrentLinearAttention(RecurrentSums):
         else:
             q = upcast_half(self.feature_map.forward_queries(query))
             k = upcast_half(self.feature_map.forward_keys(key))
-        wide = upcast_half(q[:0]).dtype
+        wide = wide_dtype(q)
         if state is None:
             sums = k.new_zeros(*k.shape, value.shape[-1] + 1, dtype=wide)
         else:

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .....ops.tensors import upcast_half
+from .....ops.tensors import upcast_half, wide_dtype
 from ..delta import DeltaMixer
 from ..family import Family
 from ..mixer import heads, whole
@@ -31,7 +31,7 @@ class DeltaNet(DeltaMixer):
         self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         if self.b_proj is None:
-            beta = torch.ones(*x.shape[:2], self.heads, device=x.device, dtype=upcast_half(x[:0]).dtype)
+            beta = torch.ones(*x.shape[:2], self.heads, device=x.device, dtype=wide_dtype(x))
         else:
             beta = upcast_half(self.b_proj(x)).sigmoid()
         beta = beta * 2 if self.negative else beta
