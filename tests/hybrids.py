@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from longspan.compat.transformers.models import MODELS
+
 VOCAB = 97
 COMMON = {
     "vocab_size": VOCAB,
@@ -211,18 +213,19 @@ def file(kind):
         pytest.skip(f"these transformers have no {kind}: {error}")
 
 
+def of(*layers):
+    """Types with one of these recurrent layers, by the names of ``Layer``."""
+    return tuple(kind for kind in KINDS if MODELS[kind].layer.name in layers)
+
+
 # Types whose recurrence older transformers have in one piece, so that they stay as they are.
-WHOLE = ("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2")
-# Types with a gated DeltaNet.
-DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+WHOLE = of("Mamba-2")
 # Types whose layers with a state are convolutions only.
-CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2", "inkling2_loop")
+CONVOLUTIONS = of("short convolutions")
 # Types with Mamba-1. In training its original code takes time that grows with the square of the length.
-MAMBA1 = ("mamba", "falcon_mamba", "jamba", "zamba")
+MAMBA1 = of("Mamba-1")
 # Types with a scan by channel.
-SCANS = (*MAMBA1, "recurrent_gemma", "rwkv", "xlstm")
-# Types that longspan serves from transformers 5.24 on.
-RECENT = ("lara_mini", *SCANS, *CONVOLUTIONS)
+SCANS = of("Mamba-1", "RG-LRU", "RWKV-4", "mLSTM")
 # Types whose layers 5.15 does not tell where sequences begin.
 UNTOLD = ("mamba2", "falcon_h1", "nemotron_h")
 
@@ -234,8 +237,8 @@ def version():
 
 def served(kind):
     """Skip if longspan leaves this type unchanged in the installed version of transformers."""
-    if version() < (5, 24) and kind in RECENT:
-        pytest.skip("longspan serves it from transformers 5.24 on")
+    if version() < MODELS[kind].since:
+        pytest.skip(f"longspan supports it from transformers {MODELS[kind].since} on")
     if version() < (5, 15) and kind in WHOLE:
         pytest.skip("transformers before 5.15 has its recurrence in one piece")
 
@@ -248,14 +251,14 @@ def writes(kind):
 
 def continues(kind, cuts):
     """Skip where these transformers' layers forget their state when several tokens follow a cache."""
-    if version() < (5, 7) and kind in DELTA_NETS and max(cuts[1:]) > 1:
-        pytest.skip("transformers before 5.7 read several tokens after a cache as a new sequence")
+    if version() < MODELS[kind].layer.continues and max(cuts[1:]) > 1:
+        pytest.skip("these transformers read several tokens after a cache as a new sequence")
 
 
 def packs(kind):
     """Whether these transformers tell the layers of a type what they need to keep packed rows apart."""
-    if kind in RECENT:
-        return version() >= (5, 24)
+    if MODELS[kind].since > (5, 15):
+        return version() >= MODELS[kind].since
     return kind == "minimax" or version() >= (5, 16) or (version() == (5, 15) and kind not in UNTOLD)
 
 

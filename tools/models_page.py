@@ -18,24 +18,13 @@ import torch
 from longspan import ops
 from longspan.compat.fla import models
 from longspan.compat.fla.models.unserved import UNSERVED
-from longspan.compat.transformers import accelerate, families, restore
+from longspan.compat.transformers import accelerate, restore
+from longspan.compat.transformers.models import MODELS
 from longspan.compat.transformers.record import replaced
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-to" / "run-recurrent-models.md"
 BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 HEAD = ("checkpoint format", "model types", "layer", "what runs on longspan's kernels")
-# The recurrent layer of the model types of transformers.
-LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (families.GATED_DELTA_NET, "gated DeltaNet"),
-    (families.KIMI_DELTA_ATTENTION, "Kimi Delta Attention"),
-    (families.MAMBA2, "Mamba-2"),
-    (families.MAMBA1, "Mamba-1"),
-    (families.LIGHTNING, "lightning attention"),
-    (("recurrent_gemma",), "RG-LRU"),
-    (("rwkv",), "RWKV-4"),
-    (("xlstm",), "mLSTM"),
-    (families.CONVOLUTIONS, "short convolutions"),
-)
 # Options of a small model of any type; each type takes those of the second group that it has.
 COMMON = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 11}
 SMALL = {"num_heads": 2, "head_dim": 16, "state_size": 8, "n_groups": 1}
@@ -58,19 +47,11 @@ def parts() -> dict[str, list[str]]:
     return {model: list(names) for model, names in found.items()}
 
 
-def layer_of(kind: str) -> str:
-    """The recurrent layer of a model type of transformers. Raises ValueError for a type without one in ``LAYERS``."""
-    for kinds, layer in LAYERS:
-        if kind in kinds:
-            return layer
-    raise ValueError(f"tools/models_page.py has no layer for the model type {kind}; add it to LAYERS")
-
-
 def of_transformers(served: dict[str, list[str]]) -> Iterator[tuple[str, ...]]:
     """The rows of transformers: types with the same layer and the same parts share one."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for kind in families.TYPES:
-        rows.setdefault((layer_of(kind), "; ".join(served[kind])), []).append(kind)
+    for kind, model in MODELS.items():
+        rows.setdefault((model.layer.name, "; ".join(served[kind])), []).append(kind)
     for (layer, names), kinds in rows.items():
         yield "transformers", quoted(kinds), layer, names
 

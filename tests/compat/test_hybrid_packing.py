@@ -6,6 +6,7 @@ import torch
 from hybrids import KINDS, file, model, packs, tokens
 from longspan.compat import transformers as on_cpu
 from longspan.compat.transformers import packing
+from longspan.compat.transformers.models import MODELS
 
 LENGTHS = (23, 1, 70, 17)  # borders inside chunks and convolutions, a single token, more than a chunk
 FLAGS = {
@@ -205,12 +206,10 @@ def test_convolutions_that_look_across_refuse_packed_rows(flags, monkeypatch):
         made(**given)
 
 
-@pytest.mark.parametrize("kind", ["qwen4_exp", "glm5_next"])
+@pytest.mark.parametrize("kind", [kind for kind, model in MODELS.items() if model.leaks])
 def test_models_whose_other_layers_leak_refuse_packed_rows(kind):
-    from longspan.compat.transformers.families import LEAKING
-
     file(kind)
-    entry = packing.pass_rows(lambda self, input_ids=None, position_ids=None, **kwargs: "ran", LEAKING[kind])
+    entry = packing.pass_rows(lambda self, input_ids=None, position_ids=None, **kwargs: "ran", MODELS[kind].leaks)
     given = batch()
     with pytest.raises(ValueError, match="packed rows: .*indexer"):
         entry(None, **given)

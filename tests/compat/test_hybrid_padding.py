@@ -6,7 +6,7 @@ import torch
 from hybrids import KINDS, model, served, tokens, version
 from longspan.compat import transformers as on_cpu
 from longspan.compat.transformers import packing
-from longspan.compat.transformers.families import LIGHTNING, UNPADDED
+from longspan.compat.transformers.models import MODELS
 
 # The parts in which two rows are read; 1 is a real token.
 LEFT = {
@@ -22,6 +22,11 @@ BETWEEN = {
 }
 
 pytestmark = pytest.mark.usefixtures("restored")
+
+
+def keeps_padding(kind):
+    """Whether these transformers keep padding in the states of this type's layers."""
+    return version() < MODELS[kind].layer.skips
 
 
 def parts(plan):
@@ -79,7 +84,7 @@ def test_padding_on_the_left_changes_nothing(kind, where):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", BETWEEN)
 def test_padding_between_tokens_changes_nothing_or_is_refused(kind, where):
-    if kind in UNPADDED or (version() < (5, 15) and kind not in LIGHTNING):
+    if MODELS[kind].reads_padding or keeps_padding(kind):
         served(kind)
         made = model(kind)
         on_cpu.accelerate(made)
@@ -89,11 +94,11 @@ def test_padding_between_tokens_changes_nothing_or_is_refused(kind, where):
     check(kind, BETWEEN[where])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in UNPADDED])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not MODELS[kind].reads_padding])
 def test_gradients_go_through_a_padded_cache(kind):
     """Also where layers are computed again in the backward pass."""
     served(kind)
-    if version() < (5, 15) and kind not in LIGHTNING:
+    if keeps_padding(kind):
         pytest.skip("transformers before 5.15 keeps padding in the states of its layers")
     made = model(kind)
     on_cpu.accelerate(made)

@@ -315,17 +315,17 @@ def why_not(model: Any) -> str:
 
 def why_not_type(kind: str) -> str:
     """Return why models of transformers of a type, such as ``mamba2``, cannot be served; "" if they can."""
-    from ..compat.transformers import families, record
+    from ..compat.transformers import models, record
 
-    if kind in families.UNSERVED:
-        return families.UNSERVED[kind]
-    if kind in families.LEAKING:
-        return "its layers with an indexer keep a KV cache that cannot be aligned by rows"
-    if kind not in families.TYPES:
+    if kind in models.UNSERVED:
+        return models.UNSERVED[kind]
+    if kind not in models.MODELS:
         return (
             f"the model type {kind} is not one with recurrent layers that longspan knows; a model that only keeps a KV "
             f"cache belongs on an engine for those"
         )
+    if models.MODELS[kind].leaks:
+        return "its layers with an indexer keep a KV cache that cannot be aligned by rows"
     return "its cache is mapped from transformers 5.24 on" if record.version() < (5, 24) else ""
 
 
