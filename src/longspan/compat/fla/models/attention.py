@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from ....modules.rotary import rotate
 from ....ops.softmax import dense
-from ....ops.tensors import positions
+from ....ops.tensors import merge, positions
 from ....states import kv_cache
 from ....states.kv_cache import KeyValues
-from .mixer import Call, Mixer, RMSNorm, heads, merged
+from .mixer import Call, Mixer, RMSNorm, heads
 
 
 class Attention(Mixer):
@@ -60,4 +60,4 @@ class Attention(Mixer):
             near = at[:, :, None] - slots[:, None, :] < self.window_size
             allowed, causal = view.allowed(x.shape[1]) & near[:, None], False
         o = dense.attend(q.to(view.keys.dtype), view.keys, view.values, mask=allowed, causal=causal)
-        return self.o_proj(merged(o)), state
+        return self.o_proj(merge(o)), state
