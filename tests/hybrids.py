@@ -309,6 +309,43 @@ def tokens(*shape, seed=0):
     return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
 
+def far(a, b):
+    """The largest difference over the largest number of b."""
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
+
+
+def gradients(made):
+    """The gradients of a model's parameters by name."""
+    return {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
+
+
+def same_gradients(found, wanted, tolerance=1e-5):
+    """Require equal gradients by name, up to ``tolerance`` of the largest number in all of them."""
+    assert found.keys() == wanted.keys()
+    largest = max(float(grad.abs().max()) for grad in wanted.values())
+    for name, grad in wanted.items():
+        assert float((found[name] - grad).abs().max()) < tolerance * largest, name
+
+
+def read_in_parts(made, parts):
+    """Yield the output of each part of a text, given as arguments of the model, and keep the cache between them."""
+    from transformers import DynamicCache
+
+    gemma = made.config.model_type == "recurrent_gemma"  # its outputs have no cache
+    cache = {"cache": DynamicCache(config=made.config)} if gemma else {}
+    for part in parts:
+        found = made(**part, use_cache=True, **cache)
+        cache = cache if gemma else cache_of(found)
+        yield found
+
+
+def cache_of(found):
+    """The cache among a model's outputs, as the argument of the next call."""
+    name = next(name for name in ("cache", "past_key_values", "cache_params", "state") if name in found)
+    return {name: found[name]}
+
+
 def judge(kind, made):
     """Return the same model in float64 throughout, even where its file casts to float32; the reference of both."""
     if version() < (5, 16) and kind in WHOLE:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrids import KINDS, model, served, tokens, version
+from hybrids import KINDS, far, gradients, model, read_in_parts, same_gradients, served, tokens, version
 from longspan.compat import transformers as on_cpu
 from longspan.compat.transformers import packing
 from longspan.compat.transformers.models import MODELS
@@ -45,17 +45,10 @@ def parts(plan):
 
 def read(made, plan):
     """Logits of the real tokens of each row, read in parts with a cache, and those of its text alone."""
-    from transformers import DynamicCache
-
-    found, texts = parts(plan)
-    gemma = made.config.model_type == "recurrent_gemma"  # its outputs have no cache
-    cache, seen, out = {"cache": DynamicCache(config=made.config)} if gemma else {}, torch.zeros(2, 0), [[], []]
-    for ids, mask in found:
-        seen = torch.cat([seen, mask], 1)
-        got = made(input_ids=ids, attention_mask=seen, use_cache=True, **cache)
-        if not gemma:
-            name = next(name for name in ("cache", "past_key_values", "cache_params", "state") if name in got)
-            cache = {name: got[name]}
+    (found, texts), out = parts(plan), [[], []]
+    masks = [mask for _, mask in found]
+    given = [{"input_ids": ids, "attention_mask": torch.cat(masks[: at + 1], 1)} for at, (ids, _) in enumerate(found)]
+    for got, mask in zip(read_in_parts(made, given), masks, strict=True):
         for b in range(2):
             out[b].append(got.logits[b, mask[b] > 0])
     alone = [made(input_ids=text, use_cache=False).logits[0] for text in texts]
@@ -68,7 +61,7 @@ def check(kind, plan):
     on_cpu.accelerate(made)
     with torch.no_grad():
         for found, alone in zip(*read(made, plan), strict=True):
-            assert float((found - alone).abs().max() / alone.abs().max()) < 1e-5
+            assert far(found, alone) < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -106,10 +99,8 @@ def test_gradients_go_through_a_padded_cache(kind):
     for logits in read(made, BETWEEN["right"]):
         made.zero_grad()
         sum((one.square() * weights[: len(one)]).sum() for one in logits).backward()
-        grads.append({name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None})
-    largest = max(g.abs().max() for g in grads[1].values())
-    for name, wanted in grads[1].items():
-        assert float((grads[0][name] - wanted).abs().max() / largest) < 1e-5, name
+        grads.append(gradients(made))
+    same_gradients(*grads)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "mamba", "rwkv", "xlstm", "recurrent_gemma", "lfm2"])
@@ -124,7 +115,7 @@ def test_checkpointed_layers_know_the_padding_when_they_are_computed_again(kind)
             getattr(made, "activation_checkpointing_enable", made.gradient_checkpointing_enable)()
         made.zero_grad()
         made(input_ids=x, attention_mask=mask, use_cache=False).logits[mask > 0].square().sum().backward()
-        found.append({name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None})
+        found.append(gradients(made))
     for name, wanted in found[0].items():
         torch.testing.assert_close(found[1][name], wanted, rtol=1e-4, atol=1e-6)
 
@@ -140,10 +131,10 @@ def test_padding_in_a_sliding_window_is_refused(kind, option):
     with torch.no_grad():
         for plan in (LEFT["left"], [("1100", "1111"), ("11", "11")]):
             for found, alone in zip(*read(made, plan), strict=True):
-                assert float((found - alone).abs().max() / alone.abs().max()) < 1e-5
-    far = torch.ones(1, 20, dtype=torch.bool)
-    far[:, 3] = False  # the last two tokens see none of the places before 13
-    packing.refuse_between(made.config, far, 2, "")
+                assert far(found, alone) < 1e-5
+    distant = torch.ones(1, 20, dtype=torch.bool)
+    distant[:, 3] = False  # the last two tokens see none of the places before 13
+    packing.refuse_between(made.config, distant, 2, "")
 
 
 def test_a_mask_that_does_not_fit_is_refused():
