@@ -142,7 +142,7 @@ MLSTM = Layer(
 )
 CONVOLUTIONS = Layer(
     "short convolutions",
-    "a causal convolution of a few tokens; those of Inkling 2 with taps that depend on the token run as they are",
+    "a causal convolution of a few tokens; the dynamic ones of Inkling 2 run as they are",
     _CONVOLUTION,
 )
 
