@@ -17,6 +17,7 @@ from ...models.likelihood import Categorical
 from .cache import NAME, LongspanCache
 from .config import LongspanConfig
 from .loading import StrictLoading, shift_smoothed_labels
+from .packing import mask_of_last
 from .tokens import read
 
 # Additional arguments that callers pass: for the loss, and for packed rows, which position_ids describe too.
@@ -171,7 +172,7 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
             use_cache = bool(self.config.use_cache) and not self.training and labels is None
         if cache is None and use_cache:
             cache = LongspanCache()
-        mask = self._mask(attention_mask, input_ids)
+        mask = mask_of_last(attention_mask, *input_ids.shape)
         outputs, begins = self._outputs(input_ids, mask, position_ids, cache)
         logits = self._logits(outputs)
         loss = None
@@ -221,18 +222,6 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
     def _targets(self, labels: Tensor) -> Tensor:
         """Return labels without the start token, which is not a target, because no token precedes it."""
         return labels.masked_fill(labels == self.decoder.start, IGNORED)
-
-    def _mask(self, mask: Tensor | None, ids: Tensor) -> Tensor | None:
-        """Return the part of an attention mask for these tokens, bool (B,N); None if all are real."""
-        if mask is None:
-            return None
-        if mask.dim() != 2 or len(mask) != len(ids) or mask.shape[1] < ids.shape[1]:
-            raise ValueError(
-                f"attention_mask must be (B, N) = {tuple(ids.shape)}, or longer by the tokens of the cache, with 1 on "
-                f"real tokens, not {tuple(mask.shape)}"
-            )
-        mask = mask[:, mask.shape[1] - ids.shape[1] :].bool()
-        return None if bool(mask.all()) else mask
 
     def _given(self, past_key_values: Any, cache: Any) -> LongspanCache | None:
         """Return the cache, from either of its names."""

@@ -73,6 +73,13 @@ class Model:
     numbers_anew: bool = False
 
 
+def _no_kernel(*args, **kwargs) -> None:
+    """Return None: there is no fused kernel from the projection to the output, so callers use separate functions.
+
+    The originals return None too, but raise an error for packed rows.
+    """
+
+
 _DELTA = Ours(delta.gated_delta_rule, part="the gated delta rule")
 _KIMI = Ours(delta.gated_delta_rule, part="Kimi's delta rule")
 _CONVOLUTION = {
@@ -99,7 +106,7 @@ MAMBA2 = Layer(
     {
         "mamba2_chunk_scan": Ours(mamba2.scan, part="Mamba-2's scan"),
         "mamba2_selective_state_update": Ours(mamba2.step, mamba2.per_head, part="Mamba-2's scan"),
-        "mamba2_split_conv1d_scan_combined": Ours(mamba2.fused, counts=False),
+        "mamba2_split_conv1d_scan_combined": Ours(_no_kernel, counts=False),
         **_CONVOLUTION,
     },
 )
@@ -109,7 +116,7 @@ MAMBA1 = Layer(
     {
         "mamba_selective_scan": Ours(mamba.scan, part="Mamba-1's selective scan"),
         "mamba_selective_state_update": Ours(mamba.step, part="Mamba-1's selective scan"),
-        "mamba_inner_fn": Ours(mamba.fused, counts=False),
+        "mamba_inner_fn": Ours(_no_kernel, counts=False),
         **_CONVOLUTION,
     },
 )

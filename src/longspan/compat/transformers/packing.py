@@ -155,16 +155,25 @@ def padding(given: Mapping[str, Any], batch: int, n: int) -> tuple[Tensor | None
         # That of a model around this one, whose tokens they are.
         outer = _rows.get().real
         return outer if outer is not None and tuple(outer.shape) == (batch, n) else None, None
-    if len(mask) != batch or mask.shape[1] < n:
+    last, mask = mask_of_last(mask, batch, n), mask.bool()
+    return last, None if bool(mask.all()) or not isinstance(whole, Tensor) else mask
+
+
+def mask_of_last(mask: Tensor | None, batch: int, n: int) -> Tensor | None:
+    """Return the part of an attention mask for the last n tokens, bool (B,n); None if all are real.
+
+    Raises:
+        ValueError: the mask does not fit the tokens.
+    """
+    if mask is None:
+        return None
+    if mask.dim() != 2 or len(mask) != batch or mask.shape[1] < n:
         raise ValueError(
             f"attention_mask must be (B, N) = {(batch, n)}, or longer by the tokens of the cache, with 1 on real "
             f"tokens, not {tuple(mask.shape)}"
         )
-    mask = mask.bool()
-    if bool(mask.all()):
-        return None, None
-    last = mask[:, mask.shape[1] - n :]
-    return None if bool(last.all()) else last, mask if isinstance(whole, Tensor) else None
+    mask = mask[:, mask.shape[1] - n :].bool()
+    return None if bool(mask.all()) else mask
 
 
 def real(batch: int, n: int, *, earlier: bool = False) -> Tensor | None:

@@ -47,11 +47,10 @@ class Attention(Mixer):
         at, _ = positions(x, state and state.length, mask=call.mask, segments=call.segments)
         if self.rope_theta:
             q, k = rotate(q, at, self.rope_theta), rotate(k, at, self.rope_theta)
-        options: dict[str, Any] = {"mask": call.mask, "segments": call.segments}
         if state is None:
-            view = kv_cache.within(k, v, causal=True, **options)
+            view = kv_cache.within(k, v, causal=True, mask=call.mask, segments=call.segments)
         else:
-            view, state = kv_cache.extend(state, k, v, donate=call.donate, **options)
+            view, state = kv_cache.extend(state, k, v, **call.packing)
         allowed, causal = view.mask, view.causal
         if self.window_size is not None:
             keys = view.keys.shape[2]
