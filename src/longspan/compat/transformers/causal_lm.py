@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..._utils import model_memory
@@ -14,7 +14,7 @@ from ...data import tokenization
 from ...models import checkpoint, pretrained
 from ...models.decoder import Decoder
 from ...models.likelihood import Categorical
-from .cache import NAME, LongspanCache
+from .cache import NAME, LongspanCache, StateGenerationMixin
 from .config import LongspanConfig
 from .loading import StrictLoading, shift_smoothed_labels
 from .packing import mask_of_last
@@ -28,7 +28,7 @@ _CHECKPOINTING = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
 IGNORED = -100
 
 
-class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
+class LongspanForCausalLM(StrictLoading, PreTrainedModel, StateGenerationMixin):
     """A ``longspan.Decoder`` with the interface of transformers; ``model.decoder`` is the decoder.
 
     A decoder's sequences begin with its start token, number ``vocab_size``. Where the given tokens lack it, the model
@@ -61,6 +61,7 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
     config_class = LongspanConfig
     base_model_prefix = "decoder"
     supports_gradient_checkpointing = True
+    cache_type = LongspanCache
     _is_stateful = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_sdpa = True
@@ -253,16 +254,6 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing: the decoder has initialized itself, and missing weights of a file raise an error."""
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
-        if (kind := generation_config.cache_implementation) is not None:
-            raise ValueError(f"cache_implementation={kind!r} is not supported; a longspan decoder uses LongspanCache")
-        if model_kwargs.get(NAME) is None and generation_config.use_cache is not False:
-            model_kwargs[NAME] = LongspanCache()
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding; the start token is its last row."""

@@ -4,13 +4,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import load_state_dict
 
 from ...transformers import packing
-from ...transformers.cache import NAME, StateCache
+from ...transformers.cache import NAME, StateCache, StateGenerationMixin
 from ...transformers.loading import StrictLoading
 from .attention import Attention
 from .config import FlaConfig
@@ -67,7 +67,7 @@ class Body(nn.Module):
         return self.norm(x), after
 
 
-class FlaForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
+class FlaForCausalLM(StrictLoading, PreTrainedModel, StateGenerationMixin):
     """A causal language model of flash-linear-attention on longspan's operations.
 
     Parameters have the original's names. ``generate``, ``Trainer``, peft and ``save_pretrained`` work as for other
@@ -194,16 +194,6 @@ class FlaForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
                         state_dict |= load_state_dict(file)
                 state_dict, checkpoint_files = migrate(state_dict), None
         return StrictLoading._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args)
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
-        if (kind := generation_config.cache_implementation) is not None:
-            raise ValueError(f"cache_implementation={kind!r} is not supported; the model uses StateCache")
-        if model_kwargs.get(NAME) is None and generation_config.use_cache is not False:
-            model_kwargs[NAME] = StateCache()
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding."""
