@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from . import convolution, packing
 from .counting import counted
-from .models import ATTRIBUTES, MODELS, UNSERVED, UNSERVED_LAYERS, Ours
+from .models import ATTRIBUTES, MODELS, UNSERVED, UNSERVED_LAYERS, Layer, Model, Ours
 from .record import Replaced, replaced, untouched, version
 from .report import Status, status
 
@@ -103,12 +103,8 @@ def _module(module: ModuleType) -> None:
     if version() < model.since:
         untouched[kind] = f"longspan supports it from transformers {_dotted(model.since)} on"
         return
-    before = len(replaced)
-    for name, ours in layer.functions.items():
-        owner, attribute = _owner(module, name)
-        if callable(original := getattr(owner, attribute, None)):
-            _replace(kind, name, owner, attribute, original, ours)
-    refused, new = model.leaks, replaced[before:]
+    new = _replace_functions(module, kind, layer)
+    refused = model.leaks
     if any(one.owner is module for one in new) and all(one.name != "causal_conv1d_fn" for one in new):
         refused = "its short convolutions look across sequences before transformers 5.15"
     if version() < layer.continues:
@@ -122,9 +118,29 @@ def _module(module: ModuleType) -> None:
         untouched[kind] = refused = (
             "its layer is one function before transformers 5.15, so longspan cannot replace its recurrence"
         )
+    _wrap_models(module, kind, model, refused)
+    for name, wrapper in model.wrappers.items():
+        owner, attribute = _owner(module, name)
+        if owner is not None:
+            original: Any = getattr(owner, attribute, None)  # None for a method that only ours has
+            _put(Replaced(kind, name, owner, attribute, original, part=wrapper.part), wrapper.wrap(original))
+
+
+def _replace_functions(module: ModuleType, kind: str, layer: Layer) -> list[Replaced]:
+    """Replace the functions of a recurrent layer that a modeling file has, and return those that are new."""
+    before = len(replaced)
+    for name, ours in layer.functions.items():
+        owner, attribute = _owner(module, name)
+        if callable(original := getattr(owner, attribute, None)):
+            _replace(kind, name, owner, attribute, original, ours)
+    return replaced[before:]
+
+
+def _wrap_models(module: ModuleType, kind: str, model: Model, refused: str) -> None:
+    """Wrap a file's models and masks, so that layers know packed rows, unless ``refused``, and padding."""
     reads_padding = model.reads_padding
-    if version() < layer.skips:
-        reads_padding = f"transformers before {_dotted(layer.skips)} keeps padding in the states of its layers"
+    if version() < model.layer.skips:
+        reads_padding = f"transformers before {_dotted(model.layer.skips)} keeps padding in the states of its layers"
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
         if name in module.__dict__:
             original = module.__dict__[name]
@@ -134,11 +150,6 @@ def _module(module: ModuleType) -> None:
             original = owner.__dict__["forward"]
             one = Replaced(kind, f"{name}.forward", owner, "forward", original)
             _put(one, packing.pass_rows(original, refused, reads_padding, model.numbers_anew))
-    for name, wrapper in model.wrappers.items():
-        owner, attribute = _owner(module, name)
-        if owner is not None:
-            original: Any = getattr(owner, attribute, None)  # None for a method that only ours has
-            _put(Replaced(kind, name, owner, attribute, original, part=wrapper.part), wrapper.wrap(original))
 
 
 def _owner(module: ModuleType, name: str) -> tuple[Any, str]:
