@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from longspan.compat.transformers import accelerate
 from longspan.compat.transformers.models import MODELS
 
 VOCAB = 97
@@ -286,6 +287,14 @@ def model(kind, seed=0, **more):
             else:
                 p.data.add_(torch.randn_like(p) * 0.1)
     return made.eval()
+
+
+def accelerated(kind, **more):
+    """The model of this type on our kernels; skips if longspan leaves the type unchanged here."""
+    served(kind)
+    made = model(kind, **more)
+    accelerate(made)
+    return made
 
 
 def halved(made, dtype):

@@ -9,6 +9,7 @@ from hybrids import (
     CONVOLUTIONS,
     KINDS,
     SCANS,
+    accelerated,
     cache_of,
     continues,
     far,
@@ -130,10 +131,8 @@ def continued(made, x, cuts, last=False):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cuts", [[11, 12], [2, 1, 20], [9, 2, 1, 2, 9], [21, 1, 1]], ids=str)
 def test_a_text_in_parts_is_the_whole_text(kind, cuts):
-    served(kind)
     continues(kind, cuts)
-    made, x = model(kind), tokens(2, 23)
-    on_cpu.accelerate(made)
+    made, x = accelerated(kind), tokens(2, 23)
     with torch.no_grad():
         assert far(continued(made, x, cuts), made(x, use_cache=False).logits) < 1e-5
 
@@ -142,10 +141,8 @@ def test_a_text_in_parts_is_the_whole_text(kind, cuts):
 @pytest.mark.parametrize("cuts", [[11, 12], [9, 1, 13], [20, 1, 1, 1]], ids=str)
 def test_gradients_go_through_a_cache(kind, cuts):
     """Those of the whole text, also where the cache is moved on without gradients before the backward pass."""
-    served(kind)
     continues(kind, cuts)
-    made, x = model(kind), tokens(2, 23)
-    on_cpu.accelerate(made)
+    made, x = accelerated(kind), tokens(2, 23)
     weight, found = torch.randn(2, 23, 1), []
     for last in (False, True):
         n = 23 - cuts[-1] * last
@@ -158,9 +155,7 @@ def test_gradients_go_through_a_cache(kind, cuts):
 
 
 def test_positions_that_are_given_stay():
-    served("bamba")
-    made, x = model("bamba"), tokens(1, 12)
-    on_cpu.accelerate(made)
+    made, x = accelerated("bamba"), tokens(1, 12)
     with torch.no_grad():
         cache = cache_of(made(x[:, :7], use_cache=True))
         far_on = made(x[:, 7:], position_ids=torch.arange(90, 95)[None], use_cache=True, **cache).logits

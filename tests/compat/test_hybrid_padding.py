@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from hybrids import KINDS, far, gradients, model, read_in_parts, same_gradients, served, tokens, version
-from longspan.compat import transformers as on_cpu
+from hybrids import KINDS, accelerated, far, gradients, read_in_parts, same_gradients, tokens, version
 from longspan.compat.transformers import packing
 from longspan.compat.transformers.models import MODELS
 
@@ -56,9 +55,7 @@ def read(made, plan):
 
 
 def check(kind, plan):
-    served(kind)
-    made = model(kind)
-    on_cpu.accelerate(made)
+    made = accelerated(kind)
     with torch.no_grad():
         for found, alone in zip(*read(made, plan), strict=True):
             assert far(found, alone) < 1e-5
@@ -78,9 +75,7 @@ def test_padding_on_the_left_changes_nothing(kind, where):
 @pytest.mark.parametrize("where", BETWEEN)
 def test_padding_between_tokens_changes_nothing_or_is_refused(kind, where):
     if MODELS[kind].reads_padding or keeps_padding(kind):
-        served(kind)
-        made = model(kind)
-        on_cpu.accelerate(made)
+        made = accelerated(kind)
         with pytest.raises(ValueError, match=f"{kind}.* padding between tokens"):
             read(made, BETWEEN[where])
         return
@@ -90,11 +85,9 @@ def test_padding_between_tokens_changes_nothing_or_is_refused(kind, where):
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not MODELS[kind].reads_padding])
 def test_gradients_go_through_a_padded_cache(kind):
     """Also where layers are computed again in the backward pass."""
-    served(kind)
     if keeps_padding(kind):
         pytest.skip("transformers before 5.15 keeps padding in the states of its layers")
-    made = model(kind)
-    on_cpu.accelerate(made)
+    made = accelerated(kind)
     weights, grads = torch.randn(40, 1), []
     for logits in read(made, BETWEEN["right"]):
         made.zero_grad()
@@ -105,9 +98,7 @@ def test_gradients_go_through_a_padded_cache(kind):
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "mamba", "rwkv", "xlstm", "recurrent_gemma", "lfm2"])
 def test_checkpointed_layers_know_the_padding_when_they_are_computed_again(kind):
-    served(kind)
-    made, x = model(kind).train(), tokens(2, 9)
-    on_cpu.accelerate(made)
+    made, x = accelerated(kind).train(), tokens(2, 9)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0, 0], [1] * 9])
     found = []
     for again in (False, True):
@@ -123,9 +114,7 @@ def test_checkpointed_layers_know_the_padding_when_they_are_computed_again(kind)
 @pytest.mark.parametrize(("kind", "option"), [("recurrent_gemma", "attention_window_size"), ("lfm3", "sliding_window")])
 def test_padding_in_a_sliding_window_is_refused(kind, option):
     """Where it would take the places of real tokens, and only there."""
-    served(kind)
-    made = model(kind, **{option: 6})
-    on_cpu.accelerate(made)
+    made = accelerated(kind, **{option: 6})
     with torch.no_grad(), pytest.raises(ValueError, match=f"{kind}.*window of 6 .*left"):
         read(made, BETWEEN["right"])
     with torch.no_grad():
@@ -138,9 +127,7 @@ def test_padding_in_a_sliding_window_is_refused(kind, option):
 
 
 def test_a_mask_that_does_not_fit_is_refused():
-    served("mamba")
-    made, x = model("mamba"), tokens(2, 7)
-    on_cpu.accelerate(made)
+    made, x = accelerated("mamba"), tokens(2, 7)
     for shape in ((2, 6), (1, 7)):
         with pytest.raises(ValueError, match=rf"attention_mask must be .*\(2, 7\).*\({shape[0]}, {shape[1]}\)"):
             made(x, attention_mask=torch.ones(shape))
