@@ -2,7 +2,10 @@
 
 import copy
 
+import pytest
 import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longspan.compat.fla import models
@@ -22,6 +25,12 @@ def build(model_type, seed=0, **options):
             # Norm weights and biases other than 1 and 0, so that a forgotten one is seen.
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
+
+
+def built(case):
+    """The model of a case: (model type, options)."""
+    name, options = case
+    return build(name, **options)
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
@@ -105,4 +114,51 @@ def saved(model, folder):
     assert after == before
 
 
+def named_early(model, folder):
+    """A checkpoint with the early name of the embedding is read."""
+    model.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    stored["backbone.embedding.weight"] = stored.pop("backbone.embeddings.weight")
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    with torch.no_grad():
+        assert torch.equal(models.load(folder)(IDS).logits, model(IDS).logits)
+
+
 LAWS = (continued, padded, packed, generates, trains)
+
+
+def shared_tests(cases, refused):
+    """The tests that every file has: the laws, checkpoints, and errors.
+
+    Args:
+        cases: (model type, options) by name.
+        refused: (model type, options, the error's message).
+    """
+
+    @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+    @pytest.mark.parametrize("case", cases)
+    def test_laws(law, case):
+        law(built(cases[case]))
+
+    @pytest.mark.parametrize("case", cases)
+    def test_saved_and_loaded(case, tmp_path):
+        saved(built(cases[case]), tmp_path)
+
+    @pytest.mark.whole
+    @pytest.mark.parametrize(("name", "options", "message"), refused)
+    def test_unsupported_options_are_refused(name, options, message):
+        with pytest.raises(ValueError, match=message):
+            build(name, **options)
+
+    return test_laws, test_saved_and_loaded, test_unsupported_options_are_refused
+
+
+def convolved(x, weight):
+    """A causal convolution of each channel: x (...,N,C), weight (C,1,K)."""
+    taps, n = weight.shape[-1], x.shape[-2]
+    padded = F.pad(x, (0, 0, taps - 1, 0))
+    return sum(padded[..., j : j + n, :] * weight[:, 0, j] for j in range(taps))
+
+
+def rms(x, eps, weight):
+    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from longspan.compat.transformers import accelerate
+from longspan.compat.transformers.models import MODELS
+
 VOCAB = 97
 COMMON = {
     "vocab_size": VOCAB,
@@ -211,18 +214,19 @@ def file(kind):
         pytest.skip(f"these transformers have no {kind}: {error}")
 
 
+def of(*layers):
+    """Types with one of these recurrent layers, by the names of ``Layer``."""
+    return tuple(kind for kind in KINDS if MODELS[kind].layer.name in layers)
+
+
 # Types whose recurrence older transformers have in one piece, so that they stay as they are.
-WHOLE = ("mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h", "zamba2")
-# Types with a gated DeltaNet.
-DELTA_NETS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid")
+WHOLE = of("Mamba-2")
 # Types whose layers with a state are convolutions only.
-CONVOLUTIONS = ("lfm2", "lfm2_moe", "lfm3", "inkling", "inkling2", "inkling2_loop")
+CONVOLUTIONS = of("short convolutions")
 # Types with Mamba-1. In training its original code takes time that grows with the square of the length.
-MAMBA1 = ("mamba", "falcon_mamba", "jamba", "zamba")
+MAMBA1 = of("Mamba-1")
 # Types with a scan by channel.
-SCANS = (*MAMBA1, "recurrent_gemma", "rwkv", "xlstm")
-# Types that longspan serves from transformers 5.24 on.
-RECENT = ("lara_mini", *SCANS, *CONVOLUTIONS)
+SCANS = of("Mamba-1", "RG-LRU", "RWKV-4", "mLSTM")
 # Types whose layers 5.15 does not tell where sequences begin.
 UNTOLD = ("mamba2", "falcon_h1", "nemotron_h")
 
@@ -234,8 +238,8 @@ def version():
 
 def served(kind):
     """Skip if longspan leaves this type unchanged in the installed version of transformers."""
-    if version() < (5, 24) and kind in RECENT:
-        pytest.skip("longspan serves it from transformers 5.24 on")
+    if version() < MODELS[kind].since:
+        pytest.skip(f"longspan supports it from transformers {MODELS[kind].since} on")
     if version() < (5, 15) and kind in WHOLE:
         pytest.skip("transformers before 5.15 has its recurrence in one piece")
 
@@ -248,14 +252,14 @@ def writes(kind):
 
 def continues(kind, cuts):
     """Skip where these transformers' layers forget their state when several tokens follow a cache."""
-    if version() < (5, 7) and kind in DELTA_NETS and max(cuts[1:]) > 1:
-        pytest.skip("transformers before 5.7 read several tokens after a cache as a new sequence")
+    if version() < MODELS[kind].layer.continues and max(cuts[1:]) > 1:
+        pytest.skip("these transformers read several tokens after a cache as a new sequence")
 
 
 def packs(kind):
     """Whether these transformers tell the layers of a type what they need to keep packed rows apart."""
-    if kind in RECENT:
-        return version() >= (5, 24)
+    if MODELS[kind].since > (5, 15):
+        return version() >= MODELS[kind].since
     return kind == "minimax" or version() >= (5, 16) or (version() == (5, 15) and kind not in UNTOLD)
 
 
@@ -285,6 +289,14 @@ def model(kind, seed=0, **more):
     return made.eval()
 
 
+def accelerated(kind, **more):
+    """The model of this type on our kernels; skips if longspan leaves the type unchanged here."""
+    served(kind)
+    made = model(kind, **more)
+    accelerate(made)
+    return made
+
+
 def halved(made, dtype):
     """The model in a half precision, but for the weights that ``from_pretrained`` keeps in float32."""
     kept = [*(made._keep_in_fp32_modules or ()), *(made._keep_in_fp32_modules_strict or ())]
@@ -304,6 +316,43 @@ def length(kind, half=False):
 def tokens(*shape, seed=0):
     """Random tokens, none of which is padding."""
     return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def far(a, b):
+    """The largest difference over the largest number of b."""
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
+
+
+def gradients(made):
+    """The gradients of a model's parameters by name."""
+    return {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
+
+
+def same_gradients(found, wanted, tolerance=1e-5):
+    """Require equal gradients by name, up to ``tolerance`` of the largest number in all of them."""
+    assert found.keys() == wanted.keys()
+    largest = max(float(grad.abs().max()) for grad in wanted.values())
+    for name, grad in wanted.items():
+        assert float((found[name] - grad).abs().max()) < tolerance * largest, name
+
+
+def read_in_parts(made, parts):
+    """Yield the output of each part of a text, given as arguments of the model, and keep the cache between them."""
+    from transformers import DynamicCache
+
+    gemma = made.config.model_type == "recurrent_gemma"  # its outputs have no cache
+    cache = {"cache": DynamicCache(config=made.config)} if gemma else {}
+    for part in parts:
+        found = made(**part, use_cache=True, **cache)
+        cache = cache if gemma else cache_of(found)
+        yield found
+
+
+def cache_of(found):
+    """The cache among a model's outputs, as the argument of the next call."""
+    name = next(name for name in ("cache", "past_key_values", "cache_params", "state") if name in found)
+    return {name: found[name]}
 
 
 def judge(kind, made):

@@ -1,4 +1,4 @@
-"""Write the tables of recurrent models into docs/how-to/run-recurrent-models.md.
+"""Write the tables of recurrent models into docs/how-to.
 
     python tools/models_page.py
 
@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from inspect import cleandoc
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import torch
@@ -18,24 +19,13 @@ import torch
 from longspan import ops
 from longspan.compat.fla import models
 from longspan.compat.fla.models.unserved import UNSERVED
-from longspan.compat.transformers import accelerate, families, restore
+from longspan.compat.transformers import accelerate, restore
+from longspan.compat.transformers.models import MODELS, WRAPPERS
 from longspan.compat.transformers.record import replaced
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "how-to" / "run-recurrent-models.md"
+DOCS = Path(__file__).resolve().parents[1] / "docs" / "how-to"
 BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 HEAD = ("checkpoint format", "model types", "layer", "what runs on longspan's kernels")
-# The recurrent layer of the model types of transformers.
-LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (families.GATED_DELTA_NET, "gated DeltaNet"),
-    (families.KIMI_DELTA_ATTENTION, "Kimi Delta Attention"),
-    (families.MAMBA2, "Mamba-2"),
-    (families.MAMBA1, "Mamba-1"),
-    (families.LIGHTNING, "lightning attention"),
-    (("recurrent_gemma",), "RG-LRU"),
-    (("rwkv",), "RWKV-4"),
-    (("xlstm",), "mLSTM"),
-    (families.CONVOLUTIONS, "short convolutions"),
-)
 # Options of a small model of any type; each type takes those of the second group that it has.
 COMMON = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 11}
 SMALL = {"num_heads": 2, "head_dim": 16, "state_size": 8, "n_groups": 1}
@@ -58,19 +48,11 @@ def parts() -> dict[str, list[str]]:
     return {model: list(names) for model, names in found.items()}
 
 
-def layer_of(kind: str) -> str:
-    """The recurrent layer of a model type of transformers. Raises ValueError for a type without one in ``LAYERS``."""
-    for kinds, layer in LAYERS:
-        if kind in kinds:
-            return layer
-    raise ValueError(f"tools/models_page.py has no layer for the model type {kind}; add it to LAYERS")
-
-
 def of_transformers(served: dict[str, list[str]]) -> Iterator[tuple[str, ...]]:
     """The rows of transformers: types with the same layer and the same parts share one."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for kind in families.TYPES:
-        rows.setdefault((layer_of(kind), "; ".join(served[kind])), []).append(kind)
+    for kind, model in MODELS.items():
+        rows.setdefault((model.layer.name, "; ".join(served[kind])), []).append(kind)
     for (layer, names), kinds in rows.items():
         yield "transformers", quoted(kinds), layer, names
 
@@ -127,19 +109,45 @@ def refused() -> str:
     return "\n".join(f"* {quoted(kinds)}, {reason}" for reason, kinds in reasons.items())
 
 
-BLOCKS = {"models": supported, "refused": refused}
+def accelerated() -> str:
+    """The types that ``accelerate()`` supports by layer, and the types around their text models."""
+    layers: dict[str, list[str]] = {}
+    for kind, model in MODELS.items():
+        layers.setdefault(f"{model.layer.name}: {model.layer.about}", []).append(kind)
+    rows = [("model types", "layers"), ("---", "---")]
+    rows += [(quoted(kinds), layer) for layer, kinds in layers.items()]
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    around = f"Models around one of these text models are served where the text model is: {quoted(sorted(WRAPPERS))}."
+    return f"{table}\n\n{fill(around, 128, break_on_hyphens=False)}"
 
 
-def written(text: str) -> str:
-    """The page with new tables between its markers. Raises ValueError where it lacks them."""
-    for name, block in BLOCKS.items():
+def unpadded() -> str:
+    """A list of the types that refuse padding between tokens, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for kind, model in MODELS.items():
+        if model.reads_padding:
+            reasons.setdefault(model.reads_padding, []).append(kind)
+    return "\n".join(f"* {quoted(kinds)}: {reason}" for reason, kinds in reasons.items())
+
+
+PAGES = {
+    "run-recurrent-models.md": {"models": supported, "refused": refused},
+    "accelerate-hf-hybrids.md": {"models": accelerated, "unpadded": unpadded},
+}
+
+
+def written(page: str, text: str) -> str:
+    """A page with new tables between its markers. Raises ValueError where it lacks them."""
+    for name, block in PAGES[page].items():
         begin, end = BEGIN.format(name), END.format(name)
         start, stop = text.find(begin), text.find(end)
         if not 0 <= start < stop:
-            raise ValueError(f"the page needs the markers {begin} and {end}, in this order")
+            raise ValueError(f"{page} needs the markers {begin} and {end}, in this order")
         text = f"{text[: start + len(begin)]}\n\n{block()}\n\n{text[stop:]}"
     return text
 
 
 if __name__ == "__main__":
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in PAGES:
+        path = DOCS / page
+        path.write_text(written(page, path.read_text(encoding="utf-8")), encoding="utf-8")

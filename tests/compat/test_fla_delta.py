@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fla_laws import LAWS, build, close, saved
+from fla_laws import build, close, convolved, rms, shared_tests
 from longspan.compat.fla.models.mixer import Call
 
 SMALL = {"num_heads": 2, "head_dim": 8}
@@ -37,24 +37,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("case", CASES)
-def test_laws(law, case):
-    name, options = CASES[case]
-    law(build(name, **options))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_saved_and_loaded(case, tmp_path):
-    name, options = CASES[case]
-    saved(build(name, **options), tmp_path)
-
-
-def convolved(x, weight):
-    """silu of a causal convolution, x (N,C), weight (C,1,K)."""
-    taps = weight.shape[-1]
-    padded = F.pad(x, (0, 0, taps - 1, 0))
-    return F.silu(sum(padded[j : j + len(x)] * weight[:, 0, j] for j in range(taps)))
+REFUSED = [
+    ("delta_net", {"num_heads": 2, "qk_norm": "max"}, "max"),
+    ("gated_deltanet", SMALL | {"output_gate_activation": "tanh"}, "tanh"),
+    ("gated_deltanet", SMALL | {"num_v_heads": 3}, "3"),
+    ("kda", SMALL | {"lower_bound": 1.0}, "1.0"),
+    ("comba", SMALL | {"expand_v": 0.3}, "expand_v"),
+]
+test_laws, test_saved_and_loaded, test_unsupported_options_are_refused = shared_tests(CASES, REFUSED)
 
 
 def mixed(layer, x, activation="silu"):
@@ -63,15 +53,8 @@ def mixed(layer, x, activation="silu"):
     for name in "qkv":
         y = x @ getattr(layer, f"{name}_proj").weight.T
         conv = getattr(layer, f"{name}_conv1d")
-        if conv is None:
-            y = F.silu(y) if activation == "silu" or name == "v" else y
-        elif activation == "silu" or name == "v":
-            y = convolved(y, conv.weight)
-        else:
-            taps = conv.weight.shape[-1]
-            padded = F.pad(y, (0, 0, taps - 1, 0))
-            y = sum(padded[j : j + len(y)] * conv.weight[:, 0, j] for j in range(taps))
-        found.append(y)
+        y = y if conv is None else convolved(y, conv.weight)
+        found.append(F.silu(y) if activation == "silu" or name == "v" else y)
     return found
 
 
@@ -81,7 +64,7 @@ def unit(x):
 
 def read(layer, x, rows, gate):
     """The output of a layer from those of its heads, rows (N,H,E)."""
-    y = rows / (rows.square().mean(-1, keepdim=True) + 1e-6).sqrt() * layer.o_norm.weight
+    y = rms(rows, 1e-6, layer.o_norm.weight)
     if gate is not None:
         y = y * gate
     return y.flatten(1) @ layer.o_proj.weight.T
@@ -187,18 +170,3 @@ def test_layers_equal_their_recurrence(case, tokens):
     x = torch.randn(tokens, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         close(layer(x[None], None, Call())[0][0], globals()[name](layer, x, options), 1e-10)
-
-
-@pytest.mark.parametrize(
-    ("name", "option", "value"),
-    [
-        ("delta_net", "qk_norm", "max"),
-        ("gated_deltanet", "output_gate_activation", "tanh"),
-        ("gated_deltanet", "num_v_heads", 3),
-        ("kda", "lower_bound", 1.0),
-        ("comba", "expand_v", 0.3),
-    ],
-)
-def test_unsupported_options_are_refused(name, option, value):
-    with pytest.raises(ValueError, match=str(value) if name != "comba" else "expand_v"):
-        build(name, **(SMALL | {option: value}) if name != "delta_net" else {"num_heads": 2, option: value})

@@ -4,24 +4,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fla_laws import IDS, LAWS, build, close, saved
+from fla_laws import IDS, build, close, shared_tests
 from longspan.compat import fla
+from longspan.compat.fla.models.mixer import Call
 
-OPTIONS = (
-    {"num_heads": 2},
-    {"num_heads": 4, "num_kv_heads": 2, "use_short_conv": True, "clamp_min": -0.05, "feature_map": "relu"},
-    {"num_heads": 2, "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 5}},
-)
-
-
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("options", OPTIONS, ids=("plain", "shared", "hybrid"))
-def test_laws(law, options):
-    law(build("gla", **options))
-
-
-def test_saved_and_loaded(tmp_path):
-    saved(build("gla", num_heads=2), tmp_path)
+CASES = {
+    "plain": ("gla", {"num_heads": 2}),
+    "shared": (
+        "gla",
+        {"num_heads": 4, "num_kv_heads": 2, "use_short_conv": True, "clamp_min": -0.05, "feature_map": "relu"},
+    ),
+    "hybrid": ("gla", {"num_heads": 2, "attn": {"layers": [1], "num_heads": 4, "num_kv_heads": 2, "window_size": 5}}),
+}
+REFUSED = [
+    ("gla", {"use_gv": True}, "use_gv"),
+    ("gla", {"attnres_block_size": 2}, "attnres_block_size=2"),
+    ("gla", {"new_option": 3}, "new_option=3"),
+]
+test_laws, test_saved_and_loaded, test_unsupported_options_are_refused = shared_tests(CASES, REFUSED)
 
 
 @pytest.mark.whole
@@ -52,19 +52,11 @@ def test_first_layer_equals_the_recurrence(lowest):
             rows.append(o * F.silu(gate[t, values]))
         outputs.append(torch.stack(rows))
     expected = torch.cat(outputs, -1) @ w("o_proj.weight").T
-    from longspan.compat.fla.models.mixer import Call
-
     close(layer(x, None, Call())[0][0], expected, 1e-12)
 
 
-def test_what_is_not_supported_is_refused(tmp_path):
+def test_weights_of_another_shape_are_refused(tmp_path):
     model = build("gla", num_heads=2)
-    with pytest.raises(ValueError, match="use_gv"):
-        type(model.config)(use_gv=True)
-    with pytest.raises(ValueError, match="attnres_block_size=2"):
-        type(model.config)(attnres_block_size=2)
-    with pytest.raises(ValueError, match="new_option=3"):
-        type(model.config)(new_option=3)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight[:, :-1].clone())
     model.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"lm_head\.weight"):

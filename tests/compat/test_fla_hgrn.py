@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from fla_laws import LAWS, build, close, saved
+from fla_laws import build, close, convolved, shared_tests
 from longspan.compat.fla.models.mixer import Call
 
 OPTIONS = {
@@ -12,24 +11,9 @@ OPTIONS = {
     "free": {"use_lower_bound": False, "expand_ratio": 2, "use_short_conv": True, "elementwise_affine": False},
     "conv": {"use_short_conv": True, "conv_size": 3, "tie_word_embeddings": True},
 }
-
-
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("case", OPTIONS)
-def test_laws(law, case):
-    law(build("hgrn", **OPTIONS[case]))
-
-
-@pytest.mark.parametrize("case", OPTIONS)
-def test_saved_and_loaded(case, tmp_path):
-    saved(build("hgrn", **OPTIONS[case]), tmp_path)
-
-
-def convolved(y, weight):
-    """y (N,C) after a causal convolution with weight (C,1,taps)."""
-    taps = weight.shape[-1]
-    padded = F.pad(y, (0, 0, taps - 1, 0))
-    return sum(padded[j : j + len(y)] * weight[:, 0, j] for j in range(taps))
+CASES = {case: ("hgrn", options) for case, options in OPTIONS.items()}
+REFUSED = [("hgrn", {"expand_ratio": 2}, "expand_ratio=2 must be 1 with use_lower_bound")]
+test_laws, test_saved_and_loaded, test_unsupported_options_are_refused = shared_tests(CASES, REFUSED)
 
 
 @pytest.mark.parametrize("tokens", [8, 80])
@@ -56,8 +40,3 @@ def test_layers_equal_the_recurrence(number, case, tokens):
         rows.append(o if layer.g_norm.weight is None else o * layer.g_norm.weight)
     expected = (torch.stack(rows) * gate * gate.sigmoid()) @ layer.o_proj.weight.T
     close(layer(x[None], None, call)[0][0], expected, 1e-10)
-
-
-def test_unsupported_options_are_refused():
-    with pytest.raises(ValueError, match="expand_ratio=2 must be 1 with use_lower_bound"):
-        build("hgrn", expand_ratio=2)

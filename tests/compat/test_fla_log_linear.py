@@ -3,11 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file, save_file
 
-from fla_laws import IDS, LAWS, close, saved
-from fla_laws import build as _build
-from longspan.compat import fla
+from fla_laws import IDS, built, close, convolved, named_early, shared_tests
 from longspan.compat.fla.models.mixer import Call
 
 OPTIONS = {
@@ -22,49 +19,37 @@ OPTIONS = {
     },
     "tied": {"head_dim": 32, "state_size": 5, "expand": 1, "tie_word_embeddings": True, "conv_kernel": 3},
 }
-
-
-def build(case):
-    return _build("log_linear_mamba2", intermediate_size=None, num_hidden_layers=2, **OPTIONS[case])
-
-
-def trains(model):
-    """Every parameter has a gradient; of the level weights, those of the levels that 23 tokens have."""
-    model.train()
-    model(IDS, labels=IDS).loss.backward()
-    missing = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().max() > 0]
-    assert missing == []
-    assert model.backbone.layers[0].mixer.L.grad.ne(0).any(0).tolist() == [True] * 6 + [False] * 9
-
-
-LAWS = [trains if law.__name__ == "trains" else law for law in LAWS]
-
-
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("case", OPTIONS)
-def test_laws(law, case):
-    law(build(case))
-
-
-@pytest.mark.parametrize("case", OPTIONS)
-def test_saved_and_loaded(case, tmp_path):
-    saved(build(case), tmp_path)
+SMALL = {"intermediate_size": None, "head_dim": 8}
+CASES = {
+    case: ("log_linear_mamba2", {"intermediate_size": None, "num_hidden_layers": 2} | own)
+    for case, own in OPTIONS.items()
+}
+REFUSED = [
+    ("log_linear_mamba2", SMALL | {"D_has_hdim": True}, "D_has_hdim=True must be False"),
+    ("log_linear_mamba2", SMALL | {"norm_before_gate": True}, "norm_before_gate=True must be False"),
+    ("log_linear_mamba2", SMALL | {"rmsnorm": False}, "rmsnorm=False must be True"),
+    ("log_linear_mamba2", SMALL | {"dt_limit": [0.0, 1.0]}, "dt_limit="),
+    ("log_linear_mamba2", SMALL | {"num_heads": 3}, r"expand \* hidden_size = 64"),
+    ("log_linear_mamba2", SMALL | {"n_groups": 0}, "n_groups=0 must be a positive"),
+    ("log_linear_mamba2", SMALL | {"n_groups": 3}, "n_groups=3 must divide 8 heads"),
+    ("log_linear_mamba2", SMALL | {"intermediate_size": 48}, "intermediate_size=48"),
+    ("log_linear_mamba2", SMALL | {"attnres_block_size": 2}, "attnres_block_size=2"),
+]
+test_laws, test_saved_and_loaded, test_unsupported_options_are_refused = shared_tests(CASES, REFUSED)
 
 
 @pytest.mark.parametrize("tokens", [8, 80])
 @pytest.mark.parametrize("case", OPTIONS)
 def test_layers_equal_the_sum_over_pairs(case, tokens):
     options = {"n_groups": 1, "expand": 2, "norm_eps": 1e-5} | OPTIONS[case]
-    layer = build(case).double().model.layers[1].mixer
+    layer = built(CASES[case]).double().model.layers[1].mixer
     x = torch.randn(tokens, 32, dtype=torch.float64)
     width, groups, keys = options["expand"] * 32, options["n_groups"], options["n_groups"] * options["state_size"]
     count = width // options["head_dim"]
     z, mixed, dt, level = (x @ layer.in_proj.weight.T + (layer.in_proj.bias if options.get("use_bias") else 0)).split(
         [width, width + 2 * keys, count, 15 * count], -1
     )
-    taps = layer.conv1d.weight[:, 0]
-    padded = F.pad(mixed, (0, 0, taps.shape[1] - 1, 0))
-    mixed = sum(padded[j : j + tokens] * taps[:, j] for j in range(taps.shape[1]))
+    mixed = convolved(mixed, layer.conv1d.weight)
     mixed = F.silu(mixed if layer.conv1d.bias is None else mixed + layer.conv1d.bias)
     v, b, c = mixed.split([width, keys, keys], -1)
     v = v.view(tokens, count, -1)
@@ -85,31 +70,13 @@ def test_layers_equal_the_sum_over_pairs(case, tokens):
     close(layer(x[None], None, Call())[0][0], expected, 1e-10)
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_the_levels_that_a_text_has_learn(case):
+    """23 tokens have 6 of 15 levels."""
+    model = built(CASES[case]).train()
+    model(IDS, labels=IDS).loss.backward()
+    assert model.backbone.layers[0].mixer.L.grad.ne(0).any(0).tolist() == [True] * 6 + [False] * 9
+
+
 def test_the_early_name_of_the_embedding_is_read(tmp_path):
-    model = build("plain")
-    model.save_pretrained(tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    stored["backbone.embedding.weight"] = stored.pop("backbone.embeddings.weight")
-    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-    with torch.no_grad():
-        assert torch.equal(fla.load(tmp_path)(IDS).logits, model(IDS).logits)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"D_has_hdim": True}, "D_has_hdim=True must be False"),
-        ({"norm_before_gate": True}, "norm_before_gate=True must be False"),
-        ({"rmsnorm": False}, "rmsnorm=False must be True"),
-        ({"dt_limit": [0.0, 1.0]}, "dt_limit="),
-        ({"num_heads": 3}, r"expand \* hidden_size = 64"),
-        ({"n_groups": 0}, "n_groups=0 must be a positive"),
-        ({"n_groups": 3}, "n_groups=3 must divide 8 heads"),
-        ({"intermediate_size": 48}, "intermediate_size=48"),
-        ({"attnres_block_size": 2}, "attnres_block_size=2"),
-    ],
-)
-def test_unsupported_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        _build("log_linear_mamba2", **({"intermediate_size": None, "head_dim": 8} | options))
+    named_early(built(CASES["plain"]), tmp_path)

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import longspan.compat.transformers as on_cpu
-from fla_laws import IDS, close, padded
+from fla_laws import IDS, close, convolved, padded, rms
 from longspan.compat import fla
 from longspan.compat.fla import models
 
@@ -43,20 +43,13 @@ def checkpoint(folder, name, options):
     return weights, {"norm_eps": 1e-5, "expand": 2, "n_groups": 1, "dt_limit": (0.0, float("inf"))} | SIZES | options
 
 
-def rms(x, weight, eps):
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
-
-
-def convolved(x, w):
-    taps = w["conv1d.weight"][:, 0]
-    y = F.pad(x, (0, 0, taps.shape[1] - 1, 0))
-    y = sum(y[:, j : j + x.shape[1]] * taps[:, j] for j in range(taps.shape[1]))
-    return F.silu(y + w.get("conv1d.bias", 0.0))
+def mixed(x, w):
+    return F.silu(convolved(x, w["conv1d.weight"]) + w.get("conv1d.bias", 0.0))
 
 
 def mamba(x, w, options):
     u, z = F.linear(x, w["in_proj.weight"], w.get("in_proj.bias")).chunk(2, -1)
-    u, states = convolved(u, w), w["A_log"].shape[1]
+    u, states = mixed(u, w), w["A_log"].shape[1]
     dt, b, c = (u @ w["x_proj.weight"].T).split([w["dt_proj.weight"].shape[1], states, states], -1)
     dt = F.softplus(dt @ w["dt_proj.weight"].T + w["dt_proj.bias"])
     h, rows = torch.zeros(len(x), *w["A_log"].shape).double(), []
@@ -69,9 +62,8 @@ def mamba(x, w, options):
 def mamba2(x, w, options):
     heads, size, groups = len(w["A_log"]), options["head_dim"], options["n_groups"]
     width, keys = heads * size, groups * options["state_size"]
-    mixed = F.linear(x, w["in_proj.weight"], w.get("in_proj.bias"))
-    z, mixed, dt = mixed.split([width, width + 2 * keys, heads], -1)
-    u, b, c = convolved(mixed, w).split([width, keys, keys], -1)
+    z, u, dt = F.linear(x, w["in_proj.weight"], w.get("in_proj.bias")).split([width, width + 2 * keys, heads], -1)
+    u, b, c = mixed(u, w).split([width, keys, keys], -1)
     u = u.unflatten(-1, (heads, size))
     b, c = (t.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 2) for t in (b, c))
     dt = F.softplus(dt + w["dt_bias"]).clamp(*options["dt_limit"])
@@ -81,7 +73,7 @@ def mamba2(x, w, options):
         h = keep * h + (dt[:, t, :, None] * u[:, t])[..., None] * b[:, t, :, None]
         rows.append((h * c[:, t, :, None]).sum(-1) + w["D"][:, None] * u[:, t])
     y = (torch.stack(rows, 1).flatten(-2) * F.silu(z)).unflatten(-1, (groups, -1))
-    y = rms(y, w["norm.weight"].view(groups, -1), options["norm_eps"]).flatten(-2)
+    y = rms(y, options["norm_eps"], w["norm.weight"].view(groups, -1)).flatten(-2)
     return F.linear(y, w["out_proj.weight"], w.get("out_proj.bias"))
 
 
@@ -90,9 +82,9 @@ def logits(weights, ids, name, options):
     for layer in range(2):
         prefix = f"backbone.layers.{layer}."
         own = {key.removeprefix(f"{prefix}mixer."): value for key, value in weights.items() if prefix in key}
-        normed = rms(x, weights[f"{prefix}norm.weight"], options["norm_eps"])
+        normed = rms(x, options["norm_eps"], weights[f"{prefix}norm.weight"])
         x = x + globals()[name](normed, own, options)
-    return rms(x, weights["backbone.norm_f.weight"], options["norm_eps"]) @ weights["lm_head.weight"].T
+    return rms(x, options["norm_eps"], weights["backbone.norm_f.weight"]) @ weights["lm_head.weight"].T
 
 
 @pytest.mark.whole

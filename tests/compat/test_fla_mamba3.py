@@ -6,8 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fla_laws import IDS, LAWS, close, saved
-from fla_laws import build as _build
+from fla_laws import built, close, named_early, shared_tests
 from longspan.compat.fla.models.mixer import Call
 
 OPTIONS = {
@@ -15,21 +14,21 @@ OPTIONS = {
     "groups": {"head_dim": 16, "state_size": 6, "n_groups": 2, "use_bias": True, "A_floor": 0.4, "norm_eps": 1e-2},
     "normed": {"head_dim": 8, "state_size": 5, "expand": 1, "rope_fraction": 1.0, "is_outproj_norm": True},
 }
-
-
-def build(case):
-    return _build("mamba3", intermediate_size=None, num_hidden_layers=2, **OPTIONS[case])
-
-
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("case", OPTIONS)
-def test_laws(law, case):
-    law(build(case))
-
-
-@pytest.mark.parametrize("case", OPTIONS)
-def test_saved_and_loaded(case, tmp_path):
-    saved(build(case), tmp_path)
+SMALL = {"intermediate_size": None, "head_dim": 16, "state_size": 8}
+CASES = {case: ("mamba3", {"intermediate_size": None, "num_hidden_layers": 2} | own) for case, own in OPTIONS.items()}
+REFUSED = [
+    ("mamba3", SMALL | {"is_mimo": True}, "is_mimo=True must be False"),
+    ("mamba3", SMALL | {"rope_fraction": 0.75}, "rope_fraction=0.75 must be 0.5 or 1.0"),
+    ("mamba3", SMALL | {"state_size": 3}, "state_size=3 with rope_fraction=0.5"),
+    ("mamba3", SMALL | {"A_floor": 0.0}, "A_floor=0.0 must be positive"),
+    ("mamba3", SMALL | {"num_heads": 3}, r"expand \* hidden_size = 64"),
+    ("mamba3", SMALL | {"head_dim": 24}, "head_dim=24"),
+    ("mamba3", SMALL | {"n_groups": 3}, "n_groups=3 must divide 4 heads"),
+    ("mamba3", SMALL | {"attn": {"layers": [0], "num_heads": 2}}, "attn=.* must be None"),
+    ("mamba3", SMALL | {"intermediate_size": 48}, "intermediate_size=48"),
+    ("mamba3", SMALL | {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+]
+test_laws, test_saved_and_loaded, test_unsupported_options_are_refused = shared_tests(CASES, REFUSED)
 
 
 @pytest.mark.parametrize("tokens", [8, 80])
@@ -37,7 +36,7 @@ def test_saved_and_loaded(case, tmp_path):
 def test_layers_equal_the_recurrence(case, tokens):
     """The rule with three terms token by token, with complex numbers for the rotations."""
     options = {"n_groups": 1, "expand": 2, "norm_eps": 1e-5, "rope_fraction": 0.5, "A_floor": 1e-4} | OPTIONS[case]
-    layer = build(case).double().model.layers[1].mixer
+    layer = built(CASES[case]).double().model.layers[1].mixer
     x = torch.randn(tokens, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     width, size, keys, groups = options["expand"] * 32, options["head_dim"], options["state_size"], options["n_groups"]
     count, pairs = width // size, int(keys * options["rope_fraction"]) // 2
@@ -75,40 +74,9 @@ def test_layers_equal_the_recurrence(case, tokens):
 
 def test_the_floor_of_the_decay_matters():
     """In one of the cases above some rates are below the floor, and some above."""
-    rates = F.softplus(build("groups").model.layers[0].mixer.in_proj(torch.randn(9, 32))[:, -9:-5])
+    rates = F.softplus(built(CASES["groups"]).model.layers[0].mixer.in_proj(torch.randn(9, 32))[:, -9:-5])
     assert 0 < (rates < 0.4).float().mean() < 1
 
 
 def test_the_early_name_of_the_embedding_is_read(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    from longspan.compat import fla
-
-    model = build("plain")
-    model.save_pretrained(tmp_path)
-    stored = load_file(tmp_path / "model.safetensors")
-    stored["backbone.embedding.weight"] = stored.pop("backbone.embeddings.weight")
-    save_file(stored, tmp_path / "model.safetensors", {"format": "pt"})
-    with torch.no_grad():
-        assert torch.equal(fla.load(tmp_path)(IDS).logits, model(IDS).logits)
-
-
-@pytest.mark.whole
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"is_mimo": True}, "is_mimo=True must be False"),
-        ({"rope_fraction": 0.75}, "rope_fraction=0.75 must be 0.5 or 1.0"),
-        ({"state_size": 3}, "state_size=3 with rope_fraction=0.5"),
-        ({"A_floor": 0.0}, "A_floor=0.0 must be positive"),
-        ({"num_heads": 3}, r"expand \* hidden_size = 64"),
-        ({"head_dim": 24}, "head_dim=24"),
-        ({"n_groups": 3}, "n_groups=3 must divide 4 heads"),
-        ({"attn": {"layers": [0], "num_heads": 2}}, "attn=.* must be None"),
-        ({"intermediate_size": 48}, "intermediate_size=48"),
-        ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
-    ],
-)
-def test_unsupported_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        _build("mamba3", **({"intermediate_size": None, "head_dim": 16, "state_size": 8} | options))
+    named_early(built(CASES["plain"]), tmp_path)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from fla_laws import IDS, LAWS, build, cache_of, close, saved
+from fla_laws import IDS, build, cache_of, close, saved, shared_tests
 from longspan.compat import fla
 
 CASES = {
@@ -28,17 +28,17 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("case", CASES)
-def test_laws(law, case):
-    name, options = CASES[case]
-    law(build(name, **options))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_saved_and_loaded(case, tmp_path):
-    name, options = CASES[case]
-    saved(build(name, **options), tmp_path)
+REFUSED = [
+    ("rwkv7", {"attn": {"layers": [1], "num_heads": 4}}, "attn=.* must be null"),
+    ("rwkv7", {"value_dim": [32, 64, 32], "head_dim": 16}, "both 32 and 64"),
+    ("rwkv7", {"value_dim": [32], "head_dim": 16}, "1 entries for num_hidden_layers=3"),
+    ("rwkv7", {"head_dim": 24}, "1 heads of 24 channels"),
+    ("rwkv7", {"head_dim": None}, "head_dim and num_heads"),
+    ("rwkv7", {"head_dim": 16, "hidden_act": "swish"}, "hidden_act='swish' must be 'sqrelu'"),
+    ("rwkv6", {"num_heads": 5}, "num_heads=5"),
+    ("rwkv6", {"elementwise_affine": False}, "elementwise_affine"),
+]
+test_laws, test_saved_and_loaded, test_unsupported_options_are_refused = shared_tests(CASES, REFUSED)
 
 
 def before(x):
@@ -354,24 +354,6 @@ def test_older_checkpoints_give_the_same_logits(tmp_path):
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ValueError, match=r"layers\.1\.attn\.x_x must be \(6, hidden\)"):
         fla.load(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("rwkv7", {"attn": {"layers": [1], "num_heads": 4}}, "attn=.* must be null"),
-        ("rwkv7", {"value_dim": [32, 64, 32], "head_dim": 16}, "both 32 and 64"),
-        ("rwkv7", {"value_dim": [32], "head_dim": 16}, "1 entries for num_hidden_layers=3"),
-        ("rwkv7", {"head_dim": 24}, "1 heads of 24 channels"),
-        ("rwkv7", {"head_dim": None}, "head_dim and num_heads"),
-        ("rwkv7", {"head_dim": 16, "hidden_act": "swish"}, "hidden_act='swish' must be 'sqrelu'"),
-        ("rwkv6", {"num_heads": 5}, "num_heads=5"),
-        ("rwkv6", {"elementwise_affine": False}, "elementwise_affine"),
-    ],
-)
-def test_what_is_not_supported_is_refused(name, options, message):
-    with pytest.raises(ValueError, match=message):
-        build(name, **options)
 
 
 def test_head_dim_takes_precedence():

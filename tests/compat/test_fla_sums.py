@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fla_laws import LAWS, build, close, saved
+from fla_laws import build, close, convolved, rms, shared_tests
 from longspan.compat.fla.models.mixer import Call
 
 CASES = {
@@ -29,17 +29,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-@pytest.mark.parametrize("case", CASES)
-def test_laws(law, case):
-    name, options = CASES[case]
-    law(build(name, **options))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_saved_and_loaded(case, tmp_path):
-    name, options = CASES[case]
-    saved(build(name, **options), tmp_path)
+REFUSED = [
+    ("retnet", {"feature_map": "tanh"}, "feature_map"),
+    ("linear_attn", {"feature_map": "cosine"}, "feature_map"),
+    ("hgrn2", {"expand_ratio": 24}, "heads of 24"),
+]
+test_laws, test_saved_and_loaded, test_unsupported_options_are_refused = shared_tests(CASES, REFUSED)
 
 
 def projected(layer, x, names, conv=False):
@@ -48,15 +43,9 @@ def projected(layer, x, names, conv=False):
     for name in names:
         y = x @ getattr(layer, f"{name}_proj").weight.T
         if conv:
-            weight = getattr(layer, f"{name}_conv1d").weight
-            padded = F.pad(y, (0, 0, weight.shape[-1] - 1, 0))
-            y = sum(padded[j : j + len(y)] * weight[:, 0, j] for j in range(weight.shape[-1]))
+            y = convolved(y, getattr(layer, f"{name}_conv1d").weight)
         found.append(y)
     return found
-
-
-def rms(x, eps, weight):
-    return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
 def loop(q, k, v, decay):
@@ -163,12 +152,3 @@ def test_layers_equal_their_definition(case, tokens):
     x = torch.randn(tokens, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         close(layer(x[None], None, call)[0][0], globals()[name](model, layer, x, options), 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [("retnet", {"feature_map": "tanh"}), ("linear_attn", {"feature_map": "cosine"}), ("hgrn2", {"expand_ratio": 24})],
-)
-def test_unsupported_options_are_refused(name, options):
-    with pytest.raises(ValueError, match="feature_map|heads of 24"):
-        build(name, **options)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hybrids import RECENT, file, model, version
+from hybrids import KINDS, file, model, version
 from longspan.compat import transformers as on_cpu
-from longspan.compat.transformers import families
+from longspan.compat.transformers.models import MODELS, UNSERVED, UNSERVED_LAYERS, WRAPPERS
 
 STATES = re.compile(
     r"\b(get_conv_state|update_conv_state|get_recurrent_state|update_recurrent_state|set_linear_cache)\b"
@@ -49,9 +49,9 @@ def layers():
     return found
 
 
-def is_served(name, source):
-    whole = {owner for owner, _ in families.METHODS}
-    return name in whole or any(re.search(rf"\b{one}\(", source) for one in families.FUNCTIONS)
+def is_replaced(kind, name, source):
+    functions = MODELS[WRAPPERS.get(kind, kind)].layer.functions
+    return any(one.startswith(f"{name}.") or re.search(rf"\b{one}\(", source) for one in functions)
 
 
 @pytest.mark.full
@@ -59,31 +59,28 @@ def test_every_recurrent_layer_is_served_or_named():
     found = layers()
     assert len(found) > 20
     for kind, classes in found.items():
-        if kind in families.UNSERVED:
+        if kind in UNSERVED:
             continue
-        named = families.UNSERVED_LAYERS.get(kind, {})
-        assert kind in (*families.TYPES, *families.WRAPPERS) or classes.keys() == named.keys() != set(), kind
+        assert kind in {*MODELS, *WRAPPERS}
         for name, source in classes.items():
-            assert name in named or is_served(name, source), (kind, name)
+            assert f"{kind}.{name}" in UNSERVED_LAYERS or is_replaced(kind, name, source), (kind, name)
 
 
 def test_nothing_is_named_that_is_not_there():
     if version() < (5, 24):
         pytest.skip("these transformers lack some of the types")
     found = layers()
-    assert set(families.TYPES) <= found.keys()
-    assert set(families.UNSERVED) <= found.keys()
-    for kind, named in families.UNSERVED_LAYERS.items():
-        assert named.keys() <= found[kind].keys()
+    assert {*MODELS, *UNSERVED} <= found.keys()
+    assert UNSERVED_LAYERS.keys() <= {f"{kind}.{layer}" for kind, classes in found.items() for layer in classes}
 
 
 def test_models_around_a_text_model_are_known():
-    known = {kind for kind in families.TYPES if kind in layers()}
+    known = {kind for kind in MODELS if kind in layers()}
     for path in sorted(folder().glob("*/configuration_*.py")):
         for inner in INNER.findall(path.read_text(encoding="utf-8")):
             kind = inner.removesuffix("_text")
             if kind in known and kind != path.parent.name:
-                assert families.WRAPPERS.get(path.parent.name) == kind
+                assert WRAPPERS.get(path.parent.name) == kind
 
 
 @pytest.mark.full
@@ -91,12 +88,12 @@ def test_status_says_which_parts_are_served():
     if version() < (5, 24):
         pytest.skip("these transformers lack some of the types")
     status = on_cpu.accelerate()
-    assert status.parts.keys() == {*families.TYPES, *families.WRAPPERS}
+    assert status.parts.keys() == {*MODELS, *WRAPPERS}
     assert status.parts["lfm2"] == "short convolutions"
     assert status.parts["lfm2_vl"] == "of its text model lfm2: short convolutions"
     assert "short convolutions" in status.parts["nemotron_h_omni"]
     assert "Mamba-2" in status.parts["nemotron_h_omni"]
-    assert status.untouched.keys() >= {*families.UNSERVED, "inkling2.Inkling2DynamicShortConvolution"}
+    assert status.untouched.keys() >= {*UNSERVED, "inkling2.Inkling2DynamicShortConvolution"}
     # The text lists what is in use.
     assert not any(f"{kind}: {part}" in str(status) for kind, part in status.parts.items())
 
@@ -109,7 +106,7 @@ def test_a_model_of_one_type_names_its_own_parts():
     assert ("inkling2.Inkling2DynamicShortConvolution" in status.untouched) == (kind == "inkling2")
 
 
-@pytest.mark.parametrize("kind", RECENT)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if MODELS[kind].since == (5, 24)])
 def test_older_versions_are_left_alone_and_named(kind, monkeypatch):
     import transformers
 

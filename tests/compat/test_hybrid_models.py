@@ -1,15 +1,37 @@
 """Every recurrent model type of transformers on our kernels: outputs, gradients and texts equal those of its code."""
 
+import re
+
 import pytest
 import torch
 
-from hybrids import CONVOLUTIONS, KINDS, SCANS, continues, halved, judge, length, model, served, tokens, writes
+from hybrids import (
+    CONVOLUTIONS,
+    KINDS,
+    SCANS,
+    accelerated,
+    cache_of,
+    continues,
+    far,
+    gradients,
+    halved,
+    judge,
+    length,
+    model,
+    read_in_parts,
+    same_gradients,
+    served,
+    tokens,
+    writes,
+)
 from longspan.compat import transformers as on_cpu
 from longspan.ops.gated import native
 
 # Types whose original caches lose the padding after the first token (MiniMax), mix the rows of a batch (RWKV), or lose
 # the states of beams.
 FAULTY = ("minimax", "rwkv", "xlstm", "recurrent_gemma")
+# The names of layers with a matrix of fast weights.
+MIXER = re.compile("(DeltaNet|DeltaAttention|LightningAttention|MambaLayer|Mixer)$")
 STEPS = ("recurrent", "selective_state_update", "Lightning")  # in the names of what runs token by token
 
 pytestmark = pytest.mark.usefixtures("restored")
@@ -18,11 +40,6 @@ pytestmark = pytest.mark.usefixtures("restored")
 def calls(kind):
     """What served the recurrent layers of a type, by function."""
     return on_cpu.status().functions[kind]
-
-
-def far(a, b):
-    """The largest difference over the largest number of b."""
-    return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30))
 
 
 def off(a, b):
@@ -90,7 +107,7 @@ def test_native_kernels_serve_forward_backward_and_steps(kind, monkeypatch, comp
         monkeypatch.setattr(library, kernel, counting(name, getattr(library, kernel)))
     on_cpu.accelerate()
     made, x = model(kind), tokens(2, 11)
-    layers = sum(type(m).__name__ in _MIXERS for m in made.modules())
+    layers = sum(MIXER.search(type(m).__name__) is not None for m in made.modules())
     made(x, labels=x, use_cache=False).loss.backward()
     assert counted == {"forward": layers, "backward": layers}
     made.generate(x, max_new_tokens=5, do_sample=False, pad_token_id=0)
@@ -101,52 +118,21 @@ def test_native_kernels_serve_forward_backward_and_steps(kind, monkeypatch, comp
     assert counted["forward"] == 2 * layers  # steps have a separate kernel
 
 
-_MIXERS = {
-    "Qwen3NextGatedDeltaNet",
-    "Qwen3_5GatedDeltaNet",
-    "Qwen3_5MoeGatedDeltaNet",
-    "OlmoHybridGatedDeltaNet",
-    "KimiLinearDeltaAttention",
-    "BailingHybridDeltaAttention",
-    "Mamba2Mixer",
-    "BambaMixer",
-    "FalconH1Mixer",
-    "GraniteMoeHybridMambaLayer",
-    "NemotronHMamba2Mixer",
-    "Zamba2MambaMixer",
-    "MiniMaxLightningAttention",
-    "LaraMiniGatedDeltaNet",
-}
-
-
-def kept(found):
-    """The cache among a model's outputs, as the argument of the next call."""
-    name = next(name for name in ("cache", "past_key_values", "cache_params", "state") if name in found)
-    return {name: found[name]}
-
-
 def continued(made, x, cuts, last=False):
     """Logits of a text (B,N) read in parts, with a cache and no position_ids; the ``last`` part without gradients."""
-    from transformers import DynamicCache
-
-    cache, out, parts = {}, [], x.split(cuts, 1)
-    if made.config.model_type == "recurrent_gemma":
-        cache = {"cache": DynamicCache(config=made.config)}  # its outputs have none
-    for at, part in enumerate(parts):
-        with torch.set_grad_enabled(torch.is_grad_enabled() and not (last and at == len(parts) - 1)):
-            found = made(input_ids=part, use_cache=True, **cache)
-        cache = cache if made.config.model_type == "recurrent_gemma" else kept(found)
-        out.append(found.logits)
+    found, grad = read_in_parts(made, ({"input_ids": part} for part in x.split(cuts, 1))), torch.is_grad_enabled()
+    out = []
+    for at in range(len(cuts)):
+        with torch.set_grad_enabled(grad and not (last and at == len(cuts) - 1)):
+            out.append(next(found).logits)
     return torch.cat(out, 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cuts", [[11, 12], [2, 1, 20], [9, 2, 1, 2, 9], [21, 1, 1]], ids=str)
 def test_a_text_in_parts_is_the_whole_text(kind, cuts):
-    served(kind)
     continues(kind, cuts)
-    made, x = model(kind), tokens(2, 23)
-    on_cpu.accelerate(made)
+    made, x = accelerated(kind), tokens(2, 23)
     with torch.no_grad():
         assert far(continued(made, x, cuts), made(x, use_cache=False).logits) < 1e-5
 
@@ -155,30 +141,23 @@ def test_a_text_in_parts_is_the_whole_text(kind, cuts):
 @pytest.mark.parametrize("cuts", [[11, 12], [9, 1, 13], [20, 1, 1, 1]], ids=str)
 def test_gradients_go_through_a_cache(kind, cuts):
     """Those of the whole text, also where the cache is moved on without gradients before the backward pass."""
-    served(kind)
     continues(kind, cuts)
-    made, x = model(kind), tokens(2, 23)
-    on_cpu.accelerate(made)
+    made, x = accelerated(kind), tokens(2, 23)
     weight, found = torch.randn(2, 23, 1), []
     for last in (False, True):
         n = 23 - cuts[-1] * last
         for logits in (made(x, use_cache=False).logits, continued(made, x, cuts, last)):
             made.zero_grad()
             (logits[:, :n].square() * weight[:, :n]).sum().backward()
-            found.append({name: p.grad for name, p in made.named_parameters() if p.grad is not None})
+            found.append(gradients(made))
     for wanted, ours in (found[:2], found[2:]):
-        assert wanted.keys() == ours.keys()
-        largest = max(g.abs().max() for g in wanted.values())
-        for name, grad in wanted.items():
-            assert float((ours[name] - grad).abs().max() / largest) < 1e-5, name
+        same_gradients(ours, wanted)
 
 
 def test_positions_that_are_given_stay():
-    served("bamba")
-    made, x = model("bamba"), tokens(1, 12)
-    on_cpu.accelerate(made)
+    made, x = accelerated("bamba"), tokens(1, 12)
     with torch.no_grad():
-        cache = kept(made(x[:, :7], use_cache=True))
+        cache = cache_of(made(x[:, :7], use_cache=True))
         far_on = made(x[:, 7:], position_ids=torch.arange(90, 95)[None], use_cache=True, **cache).logits
         right = made(x, use_cache=False).logits[:, 7:]
     assert far(far_on, right) > 1e-3
@@ -189,7 +168,7 @@ def trained(made, x):
     made.zero_grad()
     loss = made(input_ids=x, labels=x, use_cache=False).loss
     loss.backward()
-    return loss.detach(), {name: p.grad for name, p in made.named_parameters() if p.grad is not None}
+    return loss.detach(), gradients(made)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from hybrids import KINDS, file, model, packs, tokens
+from hybrids import KINDS, far, file, gradients, model, packs, same_gradients, tokens
 from longspan.compat import transformers as on_cpu
 from longspan.compat.transformers import packing
+from longspan.compat.transformers.models import MODELS
 
 LENGTHS = (23, 1, 70, 17)  # borders inside chunks and convolutions, a single token, more than a chunk
 FLAGS = {
@@ -53,7 +54,7 @@ def test_a_packed_row_is_its_sequences_alone(kind, flags):
     made.zero_grad()
     found = made(**given)
     found.loss.backward()
-    ours = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+    ours = gradients(made)
     made.zero_grad()
     alone = []
     # The mean over all predicted tokens is that of the sums; a single token predicts nothing.
@@ -63,11 +64,8 @@ def test_a_packed_row_is_its_sequences_alone(kind, flags):
         alone.append(out.detach())
         (torch.nn.functional.cross_entropy(out[:-1], x[1:], reduction="sum") / count).backward()
     alone = torch.cat(alone)
-    assert float((found.logits[0].detach() - alone).abs().max() / alone.abs().max()) < 1e-4
-    largest = max(p.grad.abs().max() for p in made.parameters() if p.grad is not None)
-    for name, p in made.named_parameters():
-        if p.grad is not None:
-            assert float((ours[name] - p.grad).abs().max() / largest) < 1e-4, name
+    assert far(found.logits[0], alone) < 1e-4
+    same_gradients(ours, gradients(made), 1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,7 +95,7 @@ def test_checkpointed_layers_do_not_leak_when_they_are_computed_again(kind):
             getattr(made, "activation_checkpointing_enable", made.gradient_checkpointing_enable)()
         made.zero_grad()
         made(**given).loss.backward()
-        found[again] = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
+        found[again] = gradients(made)
     for name, wanted in found[False].items():
         torch.testing.assert_close(found[True][name], wanted, rtol=1e-4, atol=1e-6)
 
@@ -205,12 +203,10 @@ def test_convolutions_that_look_across_refuse_packed_rows(flags, monkeypatch):
         made(**given)
 
 
-@pytest.mark.parametrize("kind", ["qwen4_exp", "glm5_next"])
+@pytest.mark.parametrize("kind", [kind for kind, model in MODELS.items() if model.leaks])
 def test_models_whose_other_layers_leak_refuse_packed_rows(kind):
-    from longspan.compat.transformers.families import LEAKING
-
     file(kind)
-    entry = packing.pass_rows(lambda self, input_ids=None, position_ids=None, **kwargs: "ran", LEAKING[kind])
+    entry = packing.pass_rows(lambda self, input_ids=None, position_ids=None, **kwargs: "ran", MODELS[kind].leaks)
     given = batch()
     with pytest.raises(ValueError, match="packed rows: .*indexer"):
         entry(None, **given)

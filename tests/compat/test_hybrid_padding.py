@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from hybrids import KINDS, model, served, tokens, version
-from longspan.compat import transformers as on_cpu
+from hybrids import KINDS, accelerated, far, gradients, read_in_parts, same_gradients, tokens, version
 from longspan.compat.transformers import packing
-from longspan.compat.transformers.families import LIGHTNING, UNPADDED
+from longspan.compat.transformers.models import MODELS
 
 # The parts in which two rows are read; 1 is a real token.
 LEFT = {
@@ -22,6 +21,11 @@ BETWEEN = {
 }
 
 pytestmark = pytest.mark.usefixtures("restored")
+
+
+def keeps_padding(kind):
+    """Whether these transformers keep padding in the states of this type's layers."""
+    return version() < MODELS[kind].layer.skips
 
 
 def parts(plan):
@@ -40,17 +44,10 @@ def parts(plan):
 
 def read(made, plan):
     """Logits of the real tokens of each row, read in parts with a cache, and those of its text alone."""
-    from transformers import DynamicCache
-
-    found, texts = parts(plan)
-    gemma = made.config.model_type == "recurrent_gemma"  # its outputs have no cache
-    cache, seen, out = {"cache": DynamicCache(config=made.config)} if gemma else {}, torch.zeros(2, 0), [[], []]
-    for ids, mask in found:
-        seen = torch.cat([seen, mask], 1)
-        got = made(input_ids=ids, attention_mask=seen, use_cache=True, **cache)
-        if not gemma:
-            name = next(name for name in ("cache", "past_key_values", "cache_params", "state") if name in got)
-            cache = {name: got[name]}
+    (found, texts), out = parts(plan), [[], []]
+    masks = [mask for _, mask in found]
+    given = [{"input_ids": ids, "attention_mask": torch.cat(masks[: at + 1], 1)} for at, (ids, _) in enumerate(found)]
+    for got, mask in zip(read_in_parts(made, given), masks, strict=True):
         for b in range(2):
             out[b].append(got.logits[b, mask[b] > 0])
     alone = [made(input_ids=text, use_cache=False).logits[0] for text in texts]
@@ -58,12 +55,10 @@ def read(made, plan):
 
 
 def check(kind, plan):
-    served(kind)
-    made = model(kind)
-    on_cpu.accelerate(made)
+    made = accelerated(kind)
     with torch.no_grad():
         for found, alone in zip(*read(made, plan), strict=True):
-            assert float((found - alone).abs().max() / alone.abs().max()) < 1e-5
+            assert far(found, alone) < 1e-5
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -79,39 +74,31 @@ def test_padding_on_the_left_changes_nothing(kind, where):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("where", BETWEEN)
 def test_padding_between_tokens_changes_nothing_or_is_refused(kind, where):
-    if kind in UNPADDED or (version() < (5, 15) and kind not in LIGHTNING):
-        served(kind)
-        made = model(kind)
-        on_cpu.accelerate(made)
+    if MODELS[kind].reads_padding or keeps_padding(kind):
+        made = accelerated(kind)
         with pytest.raises(ValueError, match=f"{kind}.* padding between tokens"):
             read(made, BETWEEN[where])
         return
     check(kind, BETWEEN[where])
 
 
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in UNPADDED])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if not MODELS[kind].reads_padding])
 def test_gradients_go_through_a_padded_cache(kind):
     """Also where layers are computed again in the backward pass."""
-    served(kind)
-    if version() < (5, 15) and kind not in LIGHTNING:
+    if keeps_padding(kind):
         pytest.skip("transformers before 5.15 keeps padding in the states of its layers")
-    made = model(kind)
-    on_cpu.accelerate(made)
+    made = accelerated(kind)
     weights, grads = torch.randn(40, 1), []
     for logits in read(made, BETWEEN["right"]):
         made.zero_grad()
         sum((one.square() * weights[: len(one)]).sum() for one in logits).backward()
-        grads.append({name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None})
-    largest = max(g.abs().max() for g in grads[1].values())
-    for name, wanted in grads[1].items():
-        assert float((grads[0][name] - wanted).abs().max() / largest) < 1e-5, name
+        grads.append(gradients(made))
+    same_gradients(*grads)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5", "mamba", "rwkv", "xlstm", "recurrent_gemma", "lfm2"])
 def test_checkpointed_layers_know_the_padding_when_they_are_computed_again(kind):
-    served(kind)
-    made, x = model(kind).train(), tokens(2, 9)
-    on_cpu.accelerate(made)
+    made, x = accelerated(kind).train(), tokens(2, 9)
     mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1, 0, 0], [1] * 9])
     found = []
     for again in (False, True):
@@ -119,7 +106,7 @@ def test_checkpointed_layers_know_the_padding_when_they_are_computed_again(kind)
             getattr(made, "activation_checkpointing_enable", made.gradient_checkpointing_enable)()
         made.zero_grad()
         made(input_ids=x, attention_mask=mask, use_cache=False).logits[mask > 0].square().sum().backward()
-        found.append({name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None})
+        found.append(gradients(made))
     for name, wanted in found[0].items():
         torch.testing.assert_close(found[1][name], wanted, rtol=1e-4, atol=1e-6)
 
@@ -127,24 +114,20 @@ def test_checkpointed_layers_know_the_padding_when_they_are_computed_again(kind)
 @pytest.mark.parametrize(("kind", "option"), [("recurrent_gemma", "attention_window_size"), ("lfm3", "sliding_window")])
 def test_padding_in_a_sliding_window_is_refused(kind, option):
     """Where it would take the places of real tokens, and only there."""
-    served(kind)
-    made = model(kind, **{option: 6})
-    on_cpu.accelerate(made)
+    made = accelerated(kind, **{option: 6})
     with torch.no_grad(), pytest.raises(ValueError, match=f"{kind}.*window of 6 .*left"):
         read(made, BETWEEN["right"])
     with torch.no_grad():
         for plan in (LEFT["left"], [("1100", "1111"), ("11", "11")]):
             for found, alone in zip(*read(made, plan), strict=True):
-                assert float((found - alone).abs().max() / alone.abs().max()) < 1e-5
-    far = torch.ones(1, 20, dtype=torch.bool)
-    far[:, 3] = False  # the last two tokens see none of the places before 13
-    packing.refuse_between(made.config, far, 2, "")
+                assert far(found, alone) < 1e-5
+    distant = torch.ones(1, 20, dtype=torch.bool)
+    distant[:, 3] = False  # the last two tokens see none of the places before 13
+    packing.refuse_between(made.config, distant, 2, "")
 
 
 def test_a_mask_that_does_not_fit_is_refused():
-    served("mamba")
-    made, x = model("mamba"), tokens(2, 7)
-    on_cpu.accelerate(made)
+    made, x = accelerated("mamba"), tokens(2, 7)
     for shape in ((2, 6), (1, 7)):
         with pytest.raises(ValueError, match=rf"attention_mask must be .*\(2, 7\).*\({shape[0]}, {shape[1]}\)"):
             made(x, attention_mask=torch.ones(shape))

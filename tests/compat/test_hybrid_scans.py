@@ -3,7 +3,20 @@
 import pytest
 import torch
 
-from hybrids import SCANS, file, halved, judge, model, served, tokens
+from hybrids import (
+    MAMBA1,
+    SCANS,
+    accelerated,
+    far,
+    file,
+    gradients,
+    halved,
+    judge,
+    model,
+    same_gradients,
+    served,
+    tokens,
+)
 from longspan.compat import transformers as on_cpu
 from longspan.compat.transformers import running, rwkv
 from longspan.ops.native import build
@@ -11,12 +24,6 @@ from longspan.ops.native import build
 LENGTHS = (8, 80)  # less and more than the kernels' chunks
 
 pytestmark = pytest.mark.usefixtures("restored")
-
-
-def far(a, b):
-    """The largest difference over the largest number of b."""
-    a, b = a.detach(), b.detach()
-    return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30))
 
 
 def hidden(n, end):
@@ -36,8 +43,7 @@ def compared(kind, x, **given):
         made.zero_grad()
         out = made(input_ids=x, labels=x, use_cache=False, **given)
         out.loss.backward()
-        grads = {name: p.grad.clone() for name, p in made.named_parameters() if p.grad is not None}
-        found.append((out.logits.detach(), grads))
+        found.append((out.logits.detach(), gradients(made)))
     return found
 
 
@@ -53,10 +59,7 @@ def test_logits_and_gradients_are_those_of_the_original_code(kind, n, end):
     given = {} if end == "none" else {"attention_mask": hidden(n, end)}
     (logits, grads), (ours, found) = compared(kind, tokens(3, n), **given)
     assert far(ours, logits) < 1e-5
-    assert found.keys() == grads.keys()
-    largest = max(float(g.abs().max()) for g in grads.values())
-    for name, wanted in grads.items():
-        assert float((found[name] - wanted).abs().max()) < 1e-5 * largest, name
+    same_gradients(found, grads)
 
 
 @pytest.mark.parametrize("kind", SCANS)
@@ -145,9 +148,7 @@ def test_caches_of_recurrent_gemma_are_independent():
     """Its original keeps one state per layer, which the next prompt finds."""
     from transformers import DynamicCache
 
-    served("recurrent_gemma")
-    made, (x, y) = model("recurrent_gemma"), tokens(2, 1, 20)
-    on_cpu.accelerate(made)
+    made, (x, y) = accelerated("recurrent_gemma"), tokens(2, 1, 20)
     with torch.no_grad():
         one, other = DynamicCache(config=made.config), DynamicCache(config=made.config)
         for text, cache in ((x, one), (y, other)):
@@ -177,16 +178,14 @@ def test_restore_takes_away_what_was_added(kind, owner, name):
 def test_what_is_better_than_the_original_is_named():
     served("mamba")
     parts = on_cpu.accelerate().parts
-    for kind in ("mamba", "falcon_mamba", "jamba", "zamba"):
+    for kind in MAMBA1:
         assert "several tokens after a cache" in parts[kind]
     assert "beam search" in parts["rwkv"]
 
 
 @pytest.mark.parametrize("mode", ["train", "train_with_padding", "inference"])
 def test_modes_of_xlstm_return_what_they_should(mode):
-    served("xlstm")
-    made = model("xlstm", mode=mode, return_last_states=mode != "train_with_padding")
-    on_cpu.accelerate(made)
+    made = accelerated("xlstm", mode=mode, return_last_states=mode != "train_with_padding")
     backend = made.backbone.blocks[0].mlstm_layer.mlstm_backend
     q, v, gate = torch.randn(1, 2, 64, 4), torch.randn(1, 2, 64, 6), torch.randn(1, 2, 64)
     ours = backend(q, q, v, gate, gate)
@@ -204,9 +203,7 @@ def test_modes_of_xlstm_return_what_they_should(mode):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_xlstm_continues_states_of_another_dtype(dtype):
     """A cache in half precision: the numbers are those of the same states in float32, and the exponent survives it."""
-    served("xlstm")
-    made = model("xlstm", return_last_states=True)
-    on_cpu.accelerate(made)
+    made = accelerated("xlstm", return_last_states=True)
     backend = made.backbone.blocks[0].mlstm_layer.mlstm_backend
     torch.manual_seed(0)
     q, v, gate = torch.randn(2, 2, 9, 4), torch.randn(2, 2, 9, 6), torch.randn(2, 2, 9)
@@ -220,9 +217,7 @@ def test_xlstm_continues_states_of_another_dtype(dtype):
 
 
 def test_position_0_clears_the_state_of_rglru():
-    served("recurrent_gemma")
-    made = model("recurrent_gemma")
-    on_cpu.accelerate(made)
+    made = accelerated("recurrent_gemma")
     layer = made.model.layers[0].temporal_block.rg_lru
     x, state = torch.randn(2, 9, layer.num_attention_heads * layer.block_width), None
 

@@ -1,5 +1,6 @@
 """What accelerate replaces in transformers, what it leaves unchanged, and what it reports."""
 
+import functools
 import importlib
 import subprocess
 import sys
@@ -9,17 +10,17 @@ import torch
 
 from hybrids import KINDS, WHOLE, file, model, served, tokens, version
 from longspan.compat import transformers as on_cpu
-from longspan.compat.transformers import delta, families, record, replace
+from longspan.compat.transformers import delta, record
+from longspan.compat.transformers.models import MODELS, Layer, Model
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("restored")
 
 
 def functions(kind):
-    module = file(kind)
-    found = {name: vars(module)[name] for name in (*families.FUNCTIONS, "create_causal_mask") if name in vars(module)}
-    methods = {pair: vars(vars(module)[pair[0]])[pair[1]] for pair in families.METHODS if pair[0] in vars(module)}
-    return found | methods
+    names = (*MODELS[kind].layer.functions, "create_causal_mask")
+    owners = [(file(kind), *name.split(".")) for name in names]
+    return {where: functools.reduce(lambda owner, name: vars(owner).get(name), where) for where in owners}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -175,7 +176,7 @@ def test_step_sizes_are_clamped():
 
 def test_packed_rows_of_a_type_that_is_not_served_are_refused_too(monkeypatch):
     """As of Mamba-2 in transformers before 5.15."""
-    monkeypatch.setattr(replace, "FUNCTIONS", {})
+    monkeypatch.setitem(MODELS, "bamba", Model(Layer("Mamba-2", "", {})))
     why = on_cpu.accelerate(model("bamba")).untouched["bamba"]
     assert "5.15" in why
     made, x = model("bamba"), tokens(1, 9)

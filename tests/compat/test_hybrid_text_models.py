@@ -5,7 +5,7 @@ import importlib
 import pytest
 import torch
 
-from hybrids import COMMON, DELTA, EXPERTS, file, tokens
+from hybrids import COMMON, DELTA, EXPERTS, far, file, gradients, same_gradients, tokens
 from longspan.compat import transformers as on_cpu
 
 pytest.importorskip("transformers")
@@ -86,7 +86,7 @@ def test_sequences_and_steps_are_those_of_the_original_code(made):
             cache = model(x[:, :20], use_cache=True)[NAME]
             found.append((whole, model(x[:, 20:21], use_cache=True, **{NAME: cache}).last_hidden_state))
     for theirs, other in zip(*found, strict=True):
-        assert float((other - theirs).abs().max() / theirs.abs().max()) < 1e-4
+        assert far(other, theirs) < 1e-4
     assert all(what.startswith("native (") for by in on_cpu.status().functions[kind].values() for what in by)
     assert all(on_cpu.status().functions[kind].values())
 
@@ -104,15 +104,10 @@ def test_a_text_in_parts_and_its_gradients_are_those_of_the_whole(made, cuts):
             out.append(one.last_hidden_state)
         model.zero_grad()
         torch.cat(out, 1).sin().sum().backward()
-        found.append(
-            (torch.cat(out, 1).detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-        )
+        found.append((torch.cat(out, 1).detach(), gradients(model)))
     (wanted, right), (got, ours) = found
-    assert float((got - wanted).abs().max() / wanted.abs().max()) < 1e-5
-    assert right.keys() == ours.keys()
-    largest = max(g.abs().max() for g in right.values())
-    for name, grad in right.items():
-        assert float((ours[name] - grad).abs().max() / largest) < 1e-4, name
+    assert far(got, wanted) < 1e-5
+    same_gradients(ours, right, 1e-4)
 
 
 def test_packed_rows_are_refused(made):

@@ -262,13 +262,14 @@ def test_tables_of_the_laws_are_written_by_their_script(page):
 
 
 @pytest.mark.full
-def test_the_tables_of_recurrent_models_are_written_by_their_script():
+@pytest.mark.parametrize("page", ["run-recurrent-models.md", "accelerate-hf-hybrids.md"])
+def test_the_tables_of_recurrent_models_are_written_by_their_script(page):
     transformers = pytest.importorskip("transformers")
     if tuple(map(int, transformers.__version__.split(".")[:2])) < NEWEST:
         pytest.skip("older versions of transformers have fewer model types")
     tool = runpy.run_path(str(ROOT / "tools" / "models_page.py"), run_name="models_page")
-    text = tool["PAGE"].read_text(encoding="utf-8")
-    assert tool["written"](text) == text, "run: python tools/models_page.py"
+    text = (DOCS / "how-to" / page).read_text(encoding="utf-8")
+    assert tool["written"](page, text) == text, "run: python tools/models_page.py"
 
 
 def test_every_law_is_explained():

@@ -10,6 +10,7 @@ from ..modules.init import time_steps
 from ..modules.norms import HeadNorm, expanded
 from ..modules.short_conv import ShortConvolution
 from ..ops import gated
+from ..ops.gated.decays import log_decay
 from ..ops.tensors import merge, split, upcast_half
 from .base import Attention
 
@@ -116,7 +117,7 @@ class GatedDeltaNet(Attention[GatedDeltaNetState]):
         q, k, v = mixed.split(self.widths, -1)
         q, k = (split(t, self.groups) for t in (q, k))
         beta = upcast_half(self.rate(x)).sigmoid().mT * (2.0 if self.negative else 1.0)  # (B,H,N)
-        decay = -upcast_half(self.a_log).exp() * F.softplus(upcast_half(self.decay(x)) + self.dt_bias)
+        decay = log_decay(self.a_log, self.decay(x), self.dt_bias)
         o, sums = gated.recur(
             q,
             k,

@@ -10,6 +10,7 @@ from ..modules.init import time_steps
 from ..modules.norms import HeadNorm
 from ..modules.short_conv import ShortConvolution
 from ..ops import gated
+from ..ops.gated.decays import log_decay
 from ..ops.tensors import merge, split, upcast_half
 from .base import Attention
 
@@ -94,11 +95,13 @@ class KDA(Attention[KDAState]):
             mixed = F.silu(mixed)
         q, k, v = (split(t, self.heads) for t in mixed.chunk(3, -1))
         beta = upcast_half(self.rate(x)).sigmoid().mT  # (B,H,N)
+        logit = self.decay(x).unflatten(-1, (self.heads, -1))
+        decay = log_decay(self.a_log, logit, self.dt_bias, self.lower_bound or None)  # (B,N,H,D)
         o, sums = gated.recur(
             q,
             k,
             v,
-            log_decay=self._decay(x),
+            log_decay=decay.transpose(1, 2),
             beta=beta,
             normalize="l2",
             mask=mask,
@@ -108,13 +111,3 @@ class KDA(Attention[KDAState]):
         )
         o = self.norm(o, split(self.out_gate(x), self.heads))
         return self.out(merge(o)), None if state is None else KDAState(sums, recent)
-
-    def _decay(self, x: Tensor) -> Tensor:
-        """The logarithm of the decay (B,H,N,D), in float32 or better."""
-        speed, logit = (
-            upcast_half(self.a_log).exp(),
-            upcast_half(self.decay(x)).unflatten(-1, (self.heads, -1)) + self.dt_bias,
-        )
-        if self.lower_bound:
-            return (self.lower_bound * (speed * logit).sigmoid()).transpose(1, 2)
-        return (-speed * F.softplus(logit)).transpose(1, 2)

@@ -10,7 +10,7 @@ from ..modules.init import time_steps
 from ..modules.norms import expanded
 from ..modules.short_conv import ShortConvolution
 from ..ops.gated import log_linear
-from ..ops.tensors import merge, softplus, split, upcast_half
+from ..ops.tensors import merge, rms_normalize, softplus, split, upcast_half
 from .base import Attention
 
 
@@ -137,6 +137,5 @@ class LogLinear(Attention[LogLinearState]):
         )
         o = merge(o + upcast_half(self.skip)[:, None, None] * v) * F.silu(upcast_half(self.out_gate(x)))
         o = o.unflatten(-1, (self.key_heads, -1))
-        o = o * (o.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-        y = self.out((o.flatten(-2) * upcast_half(self.scale)).to(x.dtype))
+        y = self.out((rms_normalize(o, 1e-5).flatten(-2) * upcast_half(self.scale)).to(x.dtype))
         return y, None if sums is None else LogLinearState(*sums, recent)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..modules.init import time_steps
 from ..modules.norms import expanded
 from ..ops import gated, scan
-from ..ops.tensors import merge, softplus, split, upcast_half
+from ..ops.tensors import merge, rms_normalize, softplus, split, upcast_half
 from .base import Attention
 
 FLOOR = 1e-4  # smallest rate of decay
@@ -130,7 +130,7 @@ class Mamba3(Attention[Mamba3State]):
     def _normed(self, x: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
         """x (B,N,G*D) -> normed, with the bias of each head (B,H,N,D)."""
         x = split(upcast_half(x), self.key_heads)
-        x = x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * upcast_half(scale)
+        x = rms_normalize(x, 1e-5) * upcast_half(scale)
         return x.repeat_interleave(self.heads // self.key_heads, 1) + upcast_half(bias)[:, None]
 
 

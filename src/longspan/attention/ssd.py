@@ -10,7 +10,8 @@ from ..modules.init import time_steps
 from ..modules.norms import expanded
 from ..modules.short_conv import ShortConvolution
 from ..ops import gated
-from ..ops.tensors import merge, split, upcast_half
+from ..ops.gated.decays import step_sizes
+from ..ops.tensors import merge, rms_normalize, split, upcast_half
 from .base import Attention
 
 
@@ -111,8 +112,7 @@ class SSD(Attention[SSDState]):
             mixed = F.silu(mixed + self.shift)
         v, k, q = (upcast_half(part) for part in mixed.split(self.widths, -1))
         k, q = split(k, self.key_heads), split(q, self.key_heads)
-        # In float32: bfloat16 would round a bias of -7, and with it a step size, to one part in 60.
-        dt = F.softplus(upcast_half(self.dt(x)) + upcast_half(self.dt_bias))  # (B,N,H)
+        dt = step_sizes(self.dt(x), self.dt_bias)  # (B,N,H)
         v = v.unflatten(-1, (self.heads, -1))  # (B,N,H,E)
         o, sums = gated.recur(
             q,
@@ -128,6 +128,5 @@ class SSD(Attention[SSDState]):
         o = merge(o) + (upcast_half(self.skip)[:, None] * v).flatten(-2)
         o = o * F.silu(upcast_half(self.out_gate(x)))
         o = o.unflatten(-1, (self.key_heads, -1))
-        o = o * (o.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
-        y = self.out((o.flatten(-2) * upcast_half(self.scale)).to(x.dtype))
+        y = self.out((rms_normalize(o, 1e-5).flatten(-2) * upcast_half(self.scale)).to(x.dtype))
         return y, None if state is None else SSDState(sums, recent)

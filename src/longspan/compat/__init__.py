@@ -1,51 +1,14 @@
 """Other libraries' interfaces on longspan's operations, for code that was written for them."""
 
 import importlib
-import importlib.util
-import sys
+import pkgutil
 from types import ModuleType
+from typing import Any
+
+from .stand_in import StandIn
 
 NAME = "fast_transformers"
 _SOURCE = f"{__name__}.{NAME}"
-
-_MODULES = (
-    "aggregate",
-    "attention",
-    "attention.aft_attention",
-    "attention.attention_layer",
-    "attention.causal_linear_attention",
-    "attention.clustered_attention",
-    "attention.conditional_full_attention",
-    "attention.exact_topk_attention",
-    "attention.full_attention",
-    "attention.linear_attention",
-    "attention.local_attention",
-    "attention.reformer_attention",
-    "attention_registry",
-    "builders",
-    "builders.attention_builders",
-    "builders.base",
-    "builders.transformer_builders",
-    "causal_product",
-    "clustering",
-    "clustering.hamming",
-    "events",
-    "events.event",
-    "events.event_dispatcher",
-    "events.filters",
-    "feature_maps",
-    "feature_maps.base",
-    "feature_maps.fourier_features",
-    "hashing",
-    "masking",
-    "recurrent",
-    "recurrent.attention",
-    "recurrent.transformers",
-    "sparse_product",
-    "transformers",
-    "utils",
-    "weight_mapper",
-)
 
 # Several modules of the original are one module here.
 _MERGED = {
@@ -64,10 +27,6 @@ _MERGED = {
     },
 }
 
-# Modules that install() put under the name, and modules that they replaced.
-_installed: dict[str, ModuleType] = {}
-_displaced: dict[str, ModuleType] = {}
-
 
 def install(*, replace: bool = False) -> None:
     """Make ``import fast_transformers`` find ``longspan.compat.fast_transformers``.
@@ -81,37 +40,21 @@ def install(*, replace: bool = False) -> None:
     Raises:
         ValueError: the real fast_transformers is installed or imported, and ``replace`` is False.
     """
-    if _installed:
-        return
-    real = {name: module for name, module in sys.modules.items() if name == NAME or name.startswith(f"{NAME}.")}
-    if not replace and (real or importlib.util.find_spec(NAME) is not None):
-        how = "already imported" if real else "installed here"
-        raise ValueError(
-            f"{NAME} is {how}; install(replace=True) replaces it in this process and does not change its files"
-        )
-    found = _modules()
-    for name in real:
-        _displaced[name] = sys.modules.pop(name)
-    _installed.update(found)
-    sys.modules.update(found)
+    _names.install(replace)
 
 
 def uninstall() -> None:
     """Undo ``install()``, so that imports find the real package, if any. Without ``install()`` nothing changes."""
-    for name, module in _installed.items():
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
-    sys.modules.update(_displaced)
-    _installed.clear()
-    _displaced.clear()
+    _names.uninstall()
 
 
 def _modules() -> dict[str, ModuleType]:
     """Return our modules by the original's names."""
-    absent = importlib.import_module(f"{_SOURCE}.absent")
-    found = {NAME: importlib.import_module(_SOURCE)}
-    for name in _MODULES:
-        found[f"{NAME}.{name}"] = importlib.import_module(f"{_SOURCE}.{name}")
+    package = importlib.import_module(_SOURCE)
+    found = {NAME: package}
+    for info in pkgutil.walk_packages(package.__path__, f"{_SOURCE}."):
+        found[NAME + info.name.removeprefix(_SOURCE)] = importlib.import_module(info.name)
+    absent: Any = found.pop(f"{NAME}.absent")  # not a module of the original
     for name, functions in absent.FUNCTIONS.items():
         module = ModuleType(f"{NAME}.{name}", "Not carried over: its functions raise NotImplementedError when called.")
         for function in functions:
@@ -125,3 +68,6 @@ def _modules() -> dict[str, ModuleType]:
         if parent and child not in vars(found[parent]):
             setattr(found[parent], child, module)
     return found
+
+
+_names = StandIn(NAME, _modules)

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._utils.spec import known
-from ..ops.tensors import upcast_half
+from ..ops.tensors import rms_normalize, upcast_half
 
 
 def norm(kind: str, dim: int) -> nn.Module:
@@ -47,7 +47,7 @@ class HeadNorm(nn.Module):
         wide = upcast_half(x)
         if self.kind == "group":
             wide = wide - wide.mean(-1, keepdim=True)
-        y = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        y = rms_normalize(wide, self.eps)
         if self.weight is not None:
             y = y * self.weight.to(y.dtype)
         match self.gate, gate:

@@ -28,6 +28,11 @@ def unit(x: Tensor, eps: float = 1e-6) -> Tensor:
     return (wide * (wide.square().sum(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
 
 
+def rms_normalize(x: Tensor, eps: float) -> Tensor:
+    """Return x / sqrt(mean(x^2) + eps): (..., D) -> (..., D), in x's dtype throughout."""
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+
 def softplus(x: Tensor) -> Tensor:
     """Return log(1 + e^x). A compiler assumes a layout for the gradient of ``F.softplus`` that transposed ones lack."""
     return torch.logaddexp(x, x.new_zeros(()))

@@ -107,18 +107,11 @@ def with_all_outputs(model: Servable) -> Servable:
     return model.with_all_outputs() if isinstance(model, TransformersModel) else model
 
 
-class FlaModel:
-    """A model of ``longspan.compat.fla.load`` for a pool. Its layers have states of ours.
+class Adapter:
+    """A model of another library for a pool, without a start token."""
 
-    Args:
-        model: The model.
-    """
-
+    model: Any
     start = None
-
-    def __init__(self, model: Any):
-        self.model = model
-        self.likelihood = Categorical(model.config.vocab_size)
 
     @property
     def training(self) -> bool:
@@ -129,6 +122,18 @@ class FlaModel:
     def device(self) -> torch.device:
         """The device of the weights."""
         return self.model.device
+
+
+class FlaModel(Adapter):
+    """A model of ``longspan.compat.fla.load`` for a pool. Its layers have states of ours.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: Any):
+        self.model = model
+        self.likelihood = Categorical(model.config.vocab_size)
 
     def init_state(self, batch: int, capacity: int | None = None) -> DecoderState:
         """Return the state before the first token."""
@@ -173,7 +178,7 @@ class Recurrent(NamedTuple):
     sums: tuple[Tensor, ...]  # recurrent states, (B,...)
 
 
-class TransformersModel:
+class TransformersModel(Adapter):
     """A model of transformers for a pool, under ``longspan.compat.transformers.accelerate()``.
 
     Decode steps advance all rows in one call, as ``generate`` does with left padding. Recurrent layers of transformers
@@ -185,8 +190,6 @@ class TransformersModel:
     Raises:
         ValueError: The model is not accelerated, or keeps states that cannot be mapped to rows.
     """
-
-    start = None
 
     def __init__(self, model: Any):
         self.model = model
@@ -211,16 +214,6 @@ class TransformersModel:
         self.likelihood = Categorical(outputs.shape[-1])
         self._layers = _with_slots(pytree.tree_map(torch.zeros_like, layers), 0)
         self.attends = any(isinstance(part, KeyValues) for part in _caches(self._layers))
-
-    @property
-    def training(self) -> bool:
-        """Whether the model is in training mode."""
-        return self.model.training
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return self.model.device
 
     def init_state(self, batch: int, capacity: int | None = None) -> DecoderState:
         """Return the state before the first token."""
@@ -315,17 +308,17 @@ def why_not(model: Any) -> str:
 
 def why_not_type(kind: str) -> str:
     """Return why models of transformers of a type, such as ``mamba2``, cannot be served; "" if they can."""
-    from ..compat.transformers import families, record
+    from ..compat.transformers import models, record
 
-    if kind in families.UNSERVED:
-        return families.UNSERVED[kind]
-    if kind in families.LEAKING:
-        return "its layers with an indexer keep a KV cache that cannot be aligned by rows"
-    if kind not in families.TYPES:
+    if kind in models.UNSERVED:
+        return models.UNSERVED[kind]
+    if kind not in models.MODELS:
         return (
             f"the model type {kind} is not one with recurrent layers that longspan knows; a model that only keeps a KV "
             f"cache belongs on an engine for those"
         )
+    if models.MODELS[kind].leaks:
+        return "its layers with an indexer keep a KV cache that cannot be aligned by rows"
     return "its cache is mapped from transformers 5.24 on" if record.version() < (5, 24) else ""
 
 

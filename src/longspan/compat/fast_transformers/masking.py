@@ -1,5 +1,7 @@
 """Masks as objects; True means keep, as everywhere in longspan."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -139,6 +141,14 @@ class TriangularCausalMask(LengthMask):
         super().__init__(torch.arange(1, N + 1, device=device), max_len=N)
         self._lower_triangular = True
         self._all_ones = N <= 1
+
+
+class Masks(NamedTuple):
+    """What an attention over whole sequences may see."""
+
+    attention: BaseMask  # (L,S)
+    queries: BaseMask  # (N,L)
+    keys: BaseMask  # (N,S)
 
 
 def whole(batch: int, length: int, device: torch.device) -> LengthMask:

@@ -6,12 +6,11 @@ After ``longspan.compat.fla.install()``, imports such as ``from fla.ops.gated_de
 find them. Layouts and arguments are the original's: queries and keys (B,T,H,K), values (B,T,HV,V).
 """
 
-import importlib.util
-import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from ..stand_in import StandIn
 from . import ops
 from .models import load, register, save_pth
 
@@ -35,10 +34,6 @@ FUNCTIONS = {
 }
 # Files of the original: chunk_gla is also in fla.ops.gla.chunk.
 FILES = ("fused_chunk", "fused_recurrent", "chunk")
-
-# Modules that install() put under the name, and modules that they replaced.
-_installed: dict[str, ModuleType] = {}
-_displaced: dict[str, ModuleType] = {}
 
 
 class Shim(ModuleType):
@@ -71,28 +66,12 @@ def install(*, replace: bool = False) -> None:
     Raises:
         ValueError: the real flash-linear-attention is installed or imported, and ``replace`` is False.
     """
-    if _installed:
-        return
-    real = {name: module for name, module in sys.modules.items() if name == NAME or name.startswith(f"{NAME}.")}
-    if not replace and (real or importlib.util.find_spec(NAME) is not None):
-        how = "already imported" if real else "installed here"
-        raise ValueError(
-            f"{NAME} is {how}; install(replace=True) replaces it in this process and does not change its files"
-        )
-    for name in real:
-        _displaced[name] = sys.modules.pop(name)
-    _installed.update(_modules())
-    sys.modules.update(_installed)
+    _names.install(replace)
 
 
 def uninstall() -> None:
     """Undo ``install()``, so that imports find the real package, if any. Without ``install()`` nothing changes."""
-    for name, module in _installed.items():
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
-    sys.modules.update(_displaced)
-    _installed.clear()
-    _displaced.clear()
+    _names.uninstall()
 
 
 def _modules() -> dict[str, ModuleType]:
@@ -113,3 +92,6 @@ def _modules() -> dict[str, ModuleType]:
             for place in (f"{NAME}.ops.{family}.{file}", f"{NAME}.ops.{family}", f"{NAME}.ops"):
                 setattr(module(place), name, getattr(ops, name))
     return found
+
+
+_names = StandIn(NAME, _modules)

@@ -230,9 +230,7 @@ def chunk_gla(
     return _recur(q, k, v, g, None, scale, initial_state, output_final_state, False, cu_seqlens)
 
 
-def fused_chunk_gla(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """Call ``chunk_gla``; an older name of it."""
-    return chunk_gla(*arguments, **options)
+fused_chunk_gla = chunk_gla
 
 
 def fused_recurrent_gla(
@@ -297,9 +295,7 @@ def chunk_simple_gla(
     return _recur(q, k, v, g, None, scale, initial_state, output_final_state, False, cu_seqlens)
 
 
-def fused_chunk_simple_gla(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """Call ``chunk_simple_gla``."""
-    return chunk_simple_gla(*arguments, **options)
+fused_chunk_simple_gla = chunk_simple_gla
 
 
 def fused_recurrent_simple_gla(
@@ -343,9 +339,7 @@ def chunk_retention(
     return chunk_simple_gla(q, k, v, None, gamma, scale, initial_state, output_final_state, cu_seqlens)
 
 
-def fused_chunk_retention(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor | None]:
-    """Call ``chunk_retention``."""
-    return chunk_retention(*arguments, **options)
+fused_chunk_retention = chunk_retention
 
 
 def fused_recurrent_retention(
@@ -411,9 +405,7 @@ def chunk_linear_attn(
     return out, (end[..., :-1], end[..., -1][:, None])
 
 
-def fused_chunk_linear_attn(*arguments: Any, **options: Any) -> tuple[Tensor, Any]:
-    """Call ``chunk_linear_attn``."""
-    return chunk_linear_attn(*arguments, **options)
+fused_chunk_linear_attn = chunk_linear_attn
 
 
 def fused_recurrent_linear_attn(

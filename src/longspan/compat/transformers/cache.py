@@ -1,10 +1,10 @@
 """A state as a cache of transformers: it can be reordered and repeated, but not cropped."""
 
-from typing import Any, NoReturn, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ...generation.native_decoder import Engine
@@ -77,6 +77,24 @@ class StateCache(Cache):
             f"cannot crop {tokens_to_remove} tokens: a recurrent state cannot return to an earlier token; keep a "
             "copy.deepcopy of the cache at that token"
         )
+
+
+class StateGenerationMixin(GenerationMixin):
+    """``generate`` of a model whose cache is a ``StateCache``."""
+
+    cache_type: ClassVar[type[StateCache]] = StateCache
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
+        if (kind := generation_config.cache_implementation) is not None:
+            raise ValueError(
+                f"cache_implementation={kind!r} is not supported; the model uses {self.cache_type.__name__}"
+            )
+        if model_kwargs.get(NAME) is None and generation_config.use_cache is not False:
+            model_kwargs[NAME] = self.cache_type()
 
 
 class LongspanCache(StateCache):

@@ -6,7 +6,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..._utils import model_memory
@@ -14,9 +14,10 @@ from ...data import tokenization
 from ...models import checkpoint, pretrained
 from ...models.decoder import Decoder
 from ...models.likelihood import Categorical
-from .cache import NAME, LongspanCache
+from .cache import NAME, LongspanCache, StateGenerationMixin
 from .config import LongspanConfig
 from .loading import StrictLoading, shift_smoothed_labels
+from .packing import mask_of_last
 from .tokens import read
 
 # Additional arguments that callers pass: for the loss, and for packed rows, which position_ids describe too.
@@ -27,7 +28,7 @@ _CHECKPOINTING = {"use_reentrant": False, "every_n_layers": 1, "offload": False}
 IGNORED = -100
 
 
-class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
+class LongspanForCausalLM(StrictLoading, PreTrainedModel, StateGenerationMixin):
     """A ``longspan.Decoder`` with the interface of transformers; ``model.decoder`` is the decoder.
 
     A decoder's sequences begin with its start token, number ``vocab_size``. Where the given tokens lack it, the model
@@ -60,6 +61,7 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
     config_class = LongspanConfig
     base_model_prefix = "decoder"
     supports_gradient_checkpointing = True
+    cache_type = LongspanCache
     _is_stateful = True
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_sdpa = True
@@ -171,7 +173,7 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
             use_cache = bool(self.config.use_cache) and not self.training and labels is None
         if cache is None and use_cache:
             cache = LongspanCache()
-        mask = self._mask(attention_mask, input_ids)
+        mask = mask_of_last(attention_mask, *input_ids.shape)
         outputs, begins = self._outputs(input_ids, mask, position_ids, cache)
         logits = self._logits(outputs)
         loss = None
@@ -222,18 +224,6 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
         """Return labels without the start token, which is not a target, because no token precedes it."""
         return labels.masked_fill(labels == self.decoder.start, IGNORED)
 
-    def _mask(self, mask: Tensor | None, ids: Tensor) -> Tensor | None:
-        """Return the part of an attention mask for these tokens, bool (B,N); None if all are real."""
-        if mask is None:
-            return None
-        if mask.dim() != 2 or len(mask) != len(ids) or mask.shape[1] < ids.shape[1]:
-            raise ValueError(
-                f"attention_mask must be (B, N) = {tuple(ids.shape)}, or longer by the tokens of the cache, with 1 on "
-                f"real tokens, not {tuple(mask.shape)}"
-            )
-        mask = mask[:, mask.shape[1] - ids.shape[1] :].bool()
-        return None if bool(mask.all()) else mask
-
     def _given(self, past_key_values: Any, cache: Any) -> LongspanCache | None:
         """Return the cache, from either of its names."""
         if past_key_values is not None and cache is not None:
@@ -264,16 +254,6 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Do nothing: the decoder has initialized itself, and missing weights of a file raise an error."""
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
-        if (kind := generation_config.cache_implementation) is not None:
-            raise ValueError(f"cache_implementation={kind!r} is not supported; a longspan decoder uses LongspanCache")
-        if model_kwargs.get(NAME) is None and generation_config.use_cache is not False:
-            model_kwargs[NAME] = LongspanCache()
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding; the start token is its last row."""

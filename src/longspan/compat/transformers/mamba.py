@@ -174,7 +174,3 @@ def with_state(original: Callable) -> Callable:
             _known.reset(token)
 
     return forward
-
-
-def fused(*args, **kwargs) -> None:
-    """Return None: there is no fused kernel from the projection to the output, so callers use separate functions."""

@@ -138,13 +138,6 @@ def per_head(state: Tensor, hidden_states: Tensor, dt: Tensor, A: Tensor, *other
     return "" if alike else "decays differ inside a head"
 
 
-def fused(*args, **kwargs) -> None:
-    """Return None: there is no fused kernel from the projection to the output, so callers use separate functions.
-
-    The original returns None too, but raises an error for packed rows.
-    """
-
-
 def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     """Return the step sizes in float32 or wider."""
     dt = upcast_half(dt)

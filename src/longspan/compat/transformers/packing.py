@@ -98,14 +98,14 @@ def positions_of(ids: Tensor) -> Tensor:
     return at - first
 
 
-def pass_rows(original: Callable, refused: str, unpadded: str = "", unplaced: bool = False) -> Callable:
+def pass_rows(original: Callable, refused: str, reads_padding: str = "", numbers_anew: bool = False) -> Callable:
     """Wrap a model's ``forward`` so that all of its layers know the boundaries of packed rows, and the padding.
 
     Args:
         original: the ``forward`` method.
         refused: why the model does not support packed rows, or "".
-        unpadded: why the model does not support padding between tokens, or "".
-        unplaced: whether the model numbers the tokens after a cache from 0 unless it receives ``position_ids``.
+        reads_padding: why the model does not support padding between tokens, or "".
+        numbers_anew: whether the model numbers the tokens after a cache from 0 unless it receives ``position_ids``.
     """
     names = tuple(inspect.signature(original).parameters)[1:]
 
@@ -120,9 +120,9 @@ def pass_rows(original: Callable, refused: str, unpadded: str = "", unplaced: bo
         batch, n = tokens.shape[:2]
         own, mask = padding(given, batch, n)
         if mask is not None:
-            refuse_between(self.config, mask, n, unpadded)
+            refuse_between(self.config, mask, n, reads_padding)
         if "position_ids" in names and given.get("position_ids") is None:
-            given |= _placed(given, n, mask, unplaced)
+            given |= _placed(given, n, mask, numbers_anew)
         ids = found(given, batch, n) if n > 1 else None
         if ids is not None and refused:
             raise ValueError(
@@ -155,16 +155,25 @@ def padding(given: Mapping[str, Any], batch: int, n: int) -> tuple[Tensor | None
         # That of a model around this one, whose tokens they are.
         outer = _rows.get().real
         return outer if outer is not None and tuple(outer.shape) == (batch, n) else None, None
-    if len(mask) != batch or mask.shape[1] < n:
+    last, mask = mask_of_last(mask, batch, n), mask.bool()
+    return last, None if bool(mask.all()) or not isinstance(whole, Tensor) else mask
+
+
+def mask_of_last(mask: Tensor | None, batch: int, n: int) -> Tensor | None:
+    """Return the part of an attention mask for the last n tokens, bool (B,n); None if all are real.
+
+    Raises:
+        ValueError: the mask does not fit the tokens.
+    """
+    if mask is None:
+        return None
+    if mask.dim() != 2 or len(mask) != batch or mask.shape[1] < n:
         raise ValueError(
             f"attention_mask must be (B, N) = {(batch, n)}, or longer by the tokens of the cache, with 1 on real "
             f"tokens, not {tuple(mask.shape)}"
         )
-    mask = mask.bool()
-    if bool(mask.all()):
-        return None, None
-    last = mask[:, mask.shape[1] - n :]
-    return None if bool(last.all()) else last, mask if isinstance(whole, Tensor) else None
+    mask = mask[:, mask.shape[1] - n :].bool()
+    return None if bool(mask.all()) else mask
 
 
 def real(batch: int, n: int, *, earlier: bool = False) -> Tensor | None:
@@ -211,7 +220,7 @@ def refuse_between(config: Any, mask: Tensor, n: int, why: str) -> None:
         )
 
 
-def told(original: Callable) -> Callable:
+def with_sequences(original: Callable) -> Callable:
     """Wrap a layer's ``forward`` whose caller does not pass it the boundaries of packed rows."""
     names = tuple(inspect.signature(original).parameters)[1:]
 
@@ -328,13 +337,15 @@ def cache_of(given: Mapping[str, Any]) -> Any:
     )
 
 
-def _placed(given: Mapping[str, Any], n: int, mask: Tensor | None, unplaced: bool) -> dict[str, Tensor]:
+def _placed(given: Mapping[str, Any], n: int, mask: Tensor | None, numbers_anew: bool) -> dict[str, Tensor]:
     """Return ``position_ids`` of the last n tokens, where the model would count padding or forget a cache."""
     if mask is not None:
         # As ``generate`` numbers them.
         return {"position_ids": (mask.long().cumsum(1) - 1).clamp(min=0)[:, mask.shape[1] - n :]}
     cache = cache_of(given)
-    return {"position_ids": torch.arange(n)[None] + cache.get_seq_length()} if unplaced and cache is not None else {}
+    return (
+        {"position_ids": torch.arange(n)[None] + cache.get_seq_length()} if numbers_anew and cache is not None else {}
+    )
 
 
 def _completed(given: Mapping[str, Any], ids: Tensor, names: tuple[str, ...]) -> dict[str, Any]:

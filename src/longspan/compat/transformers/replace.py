@@ -13,23 +13,7 @@ from torch import Tensor, nn
 
 from . import convolution, packing
 from .counting import counted
-from .families import (
-    ATTRIBUTES,
-    CACHES,
-    FUNCTIONS,
-    GATED_DELTA_NET,
-    LAYERS,
-    LEAKING,
-    LIGHTNING,
-    METHODS,
-    RECENT,
-    TYPES,
-    UNPADDED,
-    UNPLACED,
-    UNSERVED,
-    UNSERVED_LAYERS,
-    Ours,
-)
+from .models import ATTRIBUTES, MODELS, UNSERVED, UNSERVED_LAYERS, Layer, Model, Ours
 from .record import Replaced, replaced, untouched, version
 from .report import Status, status
 
@@ -56,10 +40,7 @@ def accelerate(model: nn.Module | None = None) -> Status:
     if model is not None and not isinstance(model, nn.Module):
         raise ValueError(f"accelerate takes a model, or None for all model types, not {type(model).__name__}")
     if model is None:
-        untouched.update(UNSERVED)
-        untouched.update(
-            {f"{kind}.{layer}": why for kind in UNSERVED_LAYERS for layer, why in UNSERVED_LAYERS[kind].items()}
-        )
+        untouched.update(UNSERVED | UNSERVED_LAYERS)
     for module in _modules(model):
         _module(module)
     _cache()
@@ -68,7 +49,7 @@ def accelerate(model: nn.Module | None = None) -> Status:
         for name, ours in ATTRIBUTES.items():
             if callable(found := layer.__dict__.get(name)):
                 _replace(kind, f"{type(layer).__name__}.{name}", layer, name, found, ours)
-    if model is not None and not any(_model(type(m).__module__) in TYPES for m in model.modules()):
+    if model is not None and not any(_model(type(m).__module__) in MODELS for m in model.modules()):
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         untouched[kind] = UNSERVED.get(kind, "it has no recurrent layer that longspan knows")
     return status()
@@ -102,7 +83,7 @@ def _modules(model: nn.Module | None) -> Iterator[ModuleType]:
         names = dict.fromkeys(type(layer).__module__ for layer in model.modules())
         yield from (sys.modules[name] for name in names if name.rpartition(".")[2].startswith("modeling_"))
         return
-    for name in TYPES:
+    for name in MODELS:
         try:
             yield importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         except ImportError:
@@ -112,37 +93,54 @@ def _modules(model: nn.Module | None) -> Iterator[ModuleType]:
 def _module(module: ModuleType) -> None:
     """Replace the supported functions of a modeling file, and tell its layers of packed rows and padding."""
     kind = _model(module.__name__)
-    for layer, why in UNSERVED_LAYERS.get(kind, {}).items():
-        if layer in module.__dict__:
-            untouched[f"{kind}.{layer}"] = why
-    if kind not in TYPES:
+    for name, why in UNSERVED_LAYERS.items():
+        outer, _, layer = name.partition(".")
+        if outer == kind and layer in module.__dict__:
+            untouched[name] = why
+    if kind not in MODELS:
         return
-    if kind in RECENT and version() < (5, 24):
-        untouched[kind] = "longspan supports it from transformers 5.24 on"
+    model, layer = MODELS[kind], MODELS[kind].layer
+    if version() < model.since:
+        untouched[kind] = f"longspan supports it from transformers {_dotted(model.since)} on"
         return
-    before = len(replaced)
-    for name, ours in FUNCTIONS.items():
-        if callable(found := module.__dict__.get(name)):
-            _replace(kind, name, module, name, found, ours)
-    for (layer, name), ours in METHODS.items():
-        if (owner := module.__dict__.get(layer)) is not None:
-            _replace(kind, f"{layer}.{name}", owner, name, owner.__dict__[name], ours)
-    refused = LEAKING.get(kind, "")
-    served = {one.attribute for one in replaced[before:]}
-    if served & set(FUNCTIONS) and "causal_conv1d_fn" not in served:
+    new = _replace_functions(module, kind, layer)
+    refused = model.leaks
+    if any(one.owner is module for one in new) and all(one.name != "causal_conv1d_fn" for one in new):
         refused = "its short convolutions look across sequences before transformers 5.15"
-    if kind in GATED_DELTA_NET and version() < (5, 7):
-        untouched[f"{kind}.cache"] = "transformers before 5.7 reads several tokens after a cache as a new sequence"
-    if len(replaced) == before:
+    if version() < layer.continues:
+        untouched[f"{kind}.cache"] = (
+            f"transformers before {_dotted(layer.continues)} reads several tokens after a cache as a new sequence"
+        )
+    if not new:
         if kind in _types():
             return
         # None of its functions is replaced, but its packed rows would leak too.
         untouched[kind] = refused = (
             "its layer is one function before transformers 5.15, so longspan cannot replace its recurrence"
         )
-    unpadded = UNPADDED.get(kind, "")
-    if version() < (5, 15) and kind not in LIGHTNING:
-        unpadded = "transformers before 5.15 keeps padding in the states of its layers"
+    _wrap_models(module, kind, model, refused)
+    for name, wrapper in model.wrappers.items():
+        owner, attribute = _owner(module, name)
+        if owner is not None:
+            original: Any = getattr(owner, attribute, None)  # None for a method that only ours has
+            _put(Replaced(kind, name, owner, attribute, original, part=wrapper.part), wrapper.wrap(original))
+
+
+def _replace_functions(module: ModuleType, kind: str, layer: Layer) -> list[Replaced]:
+    """Replace the functions of a recurrent layer that a modeling file has, and return those that are new."""
+    before = len(replaced)
+    for name, ours in layer.functions.items():
+        owner, attribute = _owner(module, name)
+        if callable(original := getattr(owner, attribute, None)):
+            _replace(kind, name, owner, attribute, original, ours)
+    return replaced[before:]
+
+
+def _wrap_models(module: ModuleType, kind: str, model: Model, refused: str) -> None:
+    """Wrap a file's models and masks, so that layers know packed rows, unless ``refused``, and padding."""
+    reads_padding = model.reads_padding
+    if version() < model.layer.skips:
+        reads_padding = f"transformers before {_dotted(model.layer.skips)} keeps padding in the states of its layers"
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
         if name in module.__dict__:
             original = module.__dict__[name]
@@ -151,14 +149,17 @@ def _module(module: ModuleType) -> None:
         if inspect.isclass(owner) and owner.__module__ == module.__name__ and _is_model(owner):
             original = owner.__dict__["forward"]
             one = Replaced(kind, f"{name}.forward", owner, "forward", original)
-            _put(one, packing.pass_rows(original, refused, unpadded, kind in UNPLACED))
-    wrappers: dict[tuple[str, str], tuple[Callable, str]] = {
-        names: (mended, "") for names, mended in CACHES.items()
-    } | LAYERS
-    for (found, name), (mended, part) in wrappers.items():
-        if (owner := module.__dict__.get(found)) is not None:
-            original: Any = getattr(owner, name, None)  # None for a method that only ours has
-            _put(Replaced(kind, f"{found}.{name}", owner, name, original, part=part), mended(original))
+            _put(one, packing.pass_rows(original, refused, reads_padding, model.numbers_anew))
+
+
+def _owner(module: ModuleType, name: str) -> tuple[Any, str]:
+    """Return the module and ``function``, or the class and ``method`` of ``Class.method``; None for no such class."""
+    owner, _, attribute = name.rpartition(".")
+    return (module.__dict__.get(owner) if owner else module), attribute
+
+
+def _dotted(numbers: tuple[int, int]) -> str:
+    return f"{numbers[0]}.{numbers[1]}"
 
 
 def _cache() -> None:

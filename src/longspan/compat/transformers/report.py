@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from ..._utils.optional_deps import install
 from . import softmax
-from .families import WRAPPERS
+from .models import MODELS, WRAPPERS
 from .record import replaced, untouched
 
 
@@ -62,10 +62,8 @@ def summary() -> str:
     """Return one line for ``longspan doctor``: transformers' version and the supported model types."""
     from importlib.util import find_spec
 
-    from .families import TYPES
-
     if find_spec("transformers") is None:
         return f"not installed; {install('transformers')}"
     from importlib.metadata import version as installed
 
-    return f"{installed('transformers')}; longspan.compat.transformers supports {', '.join(TYPES)}"
+    return f"{installed('transformers')}; longspan.compat.transformers supports {', '.join(MODELS)}"

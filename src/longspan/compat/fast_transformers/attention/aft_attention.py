@@ -5,12 +5,13 @@ from torch import Tensor, nn
 
 from ..attention_registry import AttentionRegistry, EventDispatcherInstance, Int, Optional
 from ..events import EventDispatcher
-from ..masking import BaseMask, keys_of
+from ..masking import Masks, keys_of
+from .attention_layer import SequenceAttention
 
 _QUERIES = 32  # queries per block, whose weights over all keys are computed together
 
 
-class AFTFullAttention(nn.Module):
+class AFTFullAttention(SequenceAttention):
     r"""AFT-full: $\sigma(q_l) \sum_s \mathrm{softmax}_s(k_s + u_l \cdot v_s) v_s$, channel by channel.
 
     Its cost is quadratic in the length. A query that sees no key gets zero.
@@ -35,15 +36,7 @@ class AFTFullAttention(nn.Module):
         self.v = nn.Parameter(torch.randn(max_sequence_length, aft_parameterization) * 0.01)
         self.event_dispatcher = EventDispatcher.get(event_dispatcher)
 
-    def forward(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attn_mask: BaseMask,
-        query_lengths: BaseMask,
-        key_lengths: BaseMask,
-    ) -> Tensor:
+    def compute(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         """Return (N,L,H,E) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,E).
 
         Raises:
@@ -54,8 +47,8 @@ class AFTFullAttention(nn.Module):
         if max(length, size) > len(self.u):
             raise ValueError(f"max_sequence_length={len(self.u)} is too small for {length} queries and {size} keys")
         bias = self.u[:length] @ self.v[:size].mT
-        allowed = attn_mask.bool_matrix[None]
-        real = keys_of(key_lengths)
+        allowed = masks.attention.bool_matrix[None]
+        real = keys_of(masks.keys)
         allowed = allowed if real is None else allowed & real[:, None, :]
         parts = []
         for start in range(0, length, _QUERIES):
@@ -66,7 +59,7 @@ class AFTFullAttention(nn.Module):
         return (queries.sigmoid() * out).contiguous()
 
 
-class AFTSimpleAttention(nn.Module):
+class AFTSimpleAttention(SequenceAttention):
     r"""AFT-simple: $\sigma(q_l) \sum_s \mathrm{softmax}_s(k_s) v_s$, channel by channel, over all or past keys.
 
     References:
@@ -77,15 +70,7 @@ class AFTSimpleAttention(nn.Module):
         super().__init__()
         self.event_dispatcher = EventDispatcher.get(event_dispatcher)
 
-    def forward(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attn_mask: BaseMask,
-        query_lengths: BaseMask,
-        key_lengths: BaseMask,
-    ) -> Tensor:
+    def compute(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         """Return (N,L,H,E) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,E).
 
         The cost is O(L E) for all keys and O(32 L E) for a causal mask.
@@ -95,12 +80,12 @@ class AFTSimpleAttention(nn.Module):
                 is causal and L and S differ.
         """
         _check_sizes(queries, values)
-        real = keys_of(key_lengths)
+        real = keys_of(masks.keys)
         allowed = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device) if real is None else real
         allowed = allowed[:, :, None, None]
-        if attn_mask.all_ones:
+        if masks.attention.all_ones:
             return (queries.sigmoid() * _weighted(keys, values, allowed)[:, None]).contiguous()
-        if not attn_mask.lower_triangular or queries.shape[1] != keys.shape[1]:
+        if not masks.attention.lower_triangular or queries.shape[1] != keys.shape[1]:
             raise ValueError(
                 "AFTSimpleAttention needs an attn_mask of all ones, or a triangular one with equal numbers of queries "
                 "and keys; use AFTFullAttention for other masks"

@@ -3,7 +3,39 @@
 from torch import Tensor, nn
 
 from ..events import EventDispatcher, QKVEvent
-from ..masking import BaseMask
+from ..masking import BaseMask, Masks
+
+
+class SequenceAttention(nn.Module):
+    """Base class of attentions over whole sequences; each class says which masks it supports."""
+
+    def forward(
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attn_mask: BaseMask,
+        query_lengths: BaseMask,
+        key_lengths: BaseMask,
+    ) -> Tensor:
+        """Attend to a sequence.
+
+        Args:
+            queries: (N,L,H,E).
+            keys: (N,S,H,E).
+            values: (N,S,H,D).
+            attn_mask: (L,S).
+            query_lengths: (N,L).
+            key_lengths: (N,S).
+
+        Returns:
+            (N,L,H,D).
+        """
+        return self.compute(queries, keys, values, Masks(attn_mask, query_lengths, key_lengths))
+
+    def compute(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
+        """Attend; see ``forward``."""
+        raise NotImplementedError(f"{type(self).__name__} must define compute")
 
 
 class Projections(nn.Module):

@@ -6,7 +6,8 @@ from torch import Tensor
 
 from ..attention_registry import AttentionRegistry
 from ..causal_product import causal_dot_product
-from ..masking import BaseMask, keys_of
+from ..masking import Masks, keys_of
+from .attention_layer import SequenceAttention
 from .linear_attention import LINEAR_PARAMETERS, Sums
 
 
@@ -15,22 +16,14 @@ def causal_linear(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
     return causal_dot_product(*(x.transpose(1, 2) for x in (Q, K, V))).transpose(1, 2).contiguous()
 
 
-class CausalLinearAttention(Sums):
+class CausalLinearAttention(Sums, SequenceAttention):
     """``LinearAttention`` over the keys up to each query.
 
     References:
         Katharopoulos et al. 2020 (2006.16236), eqs 8-9.
     """
 
-    def forward(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attn_mask: BaseMask,
-        query_lengths: BaseMask,
-        key_lengths: BaseMask,
-    ) -> Tensor:
+    def compute(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D).
 
         If S > L, keys after the last query are ignored.
@@ -38,10 +31,10 @@ class CausalLinearAttention(Sums):
         Raises:
             RuntimeError: ``attn_mask`` is not triangular.
         """
-        if not attn_mask.lower_triangular:
+        if not masks.attention.lower_triangular:
             raise RuntimeError("CausalLinearAttention is causal; attn_mask must be triangular, TriangularCausalMask(L)")
         self.feature_map.new_feature_map(queries.device)
-        (batch, length), size, mask = queries.shape[:2], keys.shape[1], keys_of(key_lengths)
+        (batch, length), size, mask = queries.shape[:2], keys.shape[1], keys_of(masks.keys)
         if size != length:
             if mask is None:
                 mask = torch.ones(batch, size, dtype=torch.bool, device=keys.device)

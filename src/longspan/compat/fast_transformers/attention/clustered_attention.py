@@ -10,11 +10,12 @@ from ....ops.compress import prototypes
 from ....ops.linear.random_features import projection
 from ..attention_registry import AttentionRegistry, Bool, Int, Optional
 from ..events import EventDispatcher
-from ..masking import BaseMask, keys_of
+from ..masking import BaseMask, Masks, keys_of
+from .attention_layer import SequenceAttention
 from .full_attention import SOFTMAX_PARAMETERS, Softmax
 
 
-class Clusters(Softmax):
+class Clusters(Softmax, SequenceAttention):
     """Base class of clustered attentions.
 
     Each sequence and head divides its queries into clusters by k-means of their hashes. The planes depend only on their
@@ -55,12 +56,12 @@ class Clusters(Softmax):
             planes = torch.cat([planes[:, :-1], torch.zeros_like(planes[:, -1:])], 1)
         return pack.assign(q, planes, self.clusters, self.iterations, mask=keys_of(query_lengths))
 
-    def by_means(self, queries, keys, values, attn_mask, query_lengths, key_lengths, topk: int = 0) -> Tensor:
-        if not attn_mask.all_ones:
+    def by_means(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks, topk: int = 0) -> Tensor:
+        if not masks.attention.all_ones:
             raise RuntimeError(f"{type(self).__name__} sees all keys; attn_mask must be all ones, FullMask(L, S)")
         q, k, v = (x.transpose(1, 2) for x in (queries, keys, values))
-        groups, p = self.divide(q, query_lengths), self.dropout.p if self.training else 0.0
-        arguments = {"topk": topk, "mask": keys_of(key_lengths), "dropout": p}
+        groups, p = self.divide(q, masks.queries), self.dropout.p if self.training else 0.0
+        arguments = {"topk": topk, "mask": keys_of(masks.keys), "dropout": p}
         return prototypes.attend(self.scaled(q), k, v, groups, self.clusters, **arguments).transpose(1, 2).contiguous()
 
 
@@ -89,21 +90,13 @@ class ClusteredAttention(Clusters):
     ):
         super().__init__(clusters, iterations, bits, hash_bias, softmax_temp, attention_dropout, event_dispatcher)
 
-    def forward(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attn_mask: BaseMask,
-        query_lengths: BaseMask,
-        key_lengths: BaseMask,
-    ) -> Tensor:
+    def compute(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D); masked queries get zero.
 
         Raises:
             RuntimeError: ``attn_mask`` hides a key.
         """
-        return self.by_means(queries, keys, values, attn_mask, query_lengths, key_lengths)
+        return self.by_means(queries, keys, values, masks)
 
 
 class Improved(Clusters):
@@ -135,21 +128,13 @@ class ImprovedClusteredAttention(Improved):
         Vyas et al. 2020 (2007.04825), section 3.3.
     """
 
-    def forward(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attn_mask: BaseMask,
-        query_lengths: BaseMask,
-        key_lengths: BaseMask,
-    ) -> Tensor:
+    def compute(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D); masked queries get zero.
 
         Raises:
             RuntimeError: ``attn_mask`` hides a key.
         """
-        return self.by_means(queries, keys, values, attn_mask, query_lengths, key_lengths, self.topk)
+        return self.by_means(queries, keys, values, masks, self.topk)
 
 
 class ImprovedClusteredCausalAttention(Improved):
@@ -160,28 +145,20 @@ class ImprovedClusteredCausalAttention(Improved):
     model that generates. Arguments are as in ``Clusters``.
     """
 
-    def forward(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attn_mask: BaseMask,
-        query_lengths: BaseMask,
-        key_lengths: BaseMask,
-    ) -> Tensor:
+    def compute(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D); masked queries get zero.
 
         Raises:
             RuntimeError: ``attn_mask`` is not triangular.
         """
-        if not attn_mask.lower_triangular:
+        if not masks.attention.lower_triangular:
             raise RuntimeError(
                 f"{type(self).__name__} is causal; attn_mask must be triangular, TriangularCausalMask(L)"
             )
         q, k, v = (x.transpose(1, 2) for x in (queries, keys, values))
         if not (q.numel() and k.numel()):
             return values.new_zeros(*queries.shape[:3], values.shape[-1])
-        groups, mask = self.divide(q, query_lengths), keys_of(key_lengths)
+        groups, mask = self.divide(q, masks.queries), keys_of(masks.keys)
         _, top = prototypes.weigh(pack.mean(q, groups, self.clusters), k, self.topk, mask)
         p = self.dropout.p if self.training else 0.0
         out = prototypes.among(self.scaled(q), k, v, groups, top, mask=mask, causal=True, dropout=p)

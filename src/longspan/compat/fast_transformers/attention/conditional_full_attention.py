@@ -4,11 +4,12 @@ from torch import Tensor, nn
 
 from ..attention_registry import AttentionRegistry, Int, Optional
 from ..events import EventDispatcher
-from ..masking import BaseMask
+from ..masking import Masks
+from .attention_layer import SequenceAttention
 from .full_attention import SOFTMAX_PARAMETERS, FullAttention
 
 
-class ConditionalFullAttention(nn.Module):
+class ConditionalFullAttention(SequenceAttention):
     """Softmax attention up to ``length_limit`` queries and keys, ``other_attention`` beyond.
 
     A builder makes it by ``attention_type="conditional-full:linear"``. Lengths are those of the tensors, with padding.
@@ -35,19 +36,11 @@ class ConditionalFullAttention(nn.Module):
         self.length_limit = length_limit
         self.event_dispatcher = EventDispatcher.get(event_dispatcher)
 
-    def forward(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attn_mask: BaseMask,
-        query_lengths: BaseMask,
-        key_lengths: BaseMask,
-    ) -> Tensor:
+    def compute(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D)."""
         long = max(queries.shape[1], keys.shape[1]) > self.length_limit
         attention = self.other_attention if long else self.full_attention
-        return attention(queries, keys, values, attn_mask, query_lengths, key_lengths)
+        return attention(queries, keys, values, masks.attention, masks.queries, masks.keys)
 
 
 AttentionRegistry.register(

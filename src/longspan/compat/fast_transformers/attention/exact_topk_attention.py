@@ -5,11 +5,12 @@ from torch import Tensor
 
 from ..attention_registry import AttentionRegistry, Int, Optional
 from ..events import EventDispatcher
-from ..masking import BaseMask, visible
+from ..masking import Masks, visible
+from .attention_layer import SequenceAttention
 from .full_attention import SOFTMAX_PARAMETERS, Softmax
 
 
-class ExactTopKAttention(Softmax):
+class ExactTopKAttention(Softmax, SequenceAttention):
     """Each query sees its ``topk`` allowed keys with the largest products; all products are computed.
 
     Args:
@@ -34,18 +35,10 @@ class ExactTopKAttention(Softmax):
             raise ValueError(f"topk={topk} must be at least 1: a query sees at least one key")
         self.topk = topk
 
-    def forward(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attn_mask: BaseMask,
-        query_lengths: BaseMask,
-        key_lengths: BaseMask,
-    ) -> Tensor:
+    def compute(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D)."""
         q, k, v = (x.transpose(1, 2) for x in (queries, keys, values))
-        mask, causal = visible(attn_mask, key_lengths)
+        mask, causal = visible(masks.attention, masks.keys)
         with torch.no_grad():
             products = self.scaled(q) @ k.mT
             allowed = torch.ones_like(products, dtype=torch.bool)

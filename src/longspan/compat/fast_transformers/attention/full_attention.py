@@ -6,7 +6,8 @@ from torch import Tensor, nn
 from ....ops.softmax import dense
 from ..attention_registry import AttentionRegistry, EventDispatcherInstance, Float, Optional
 from ..events import AttentionEvent, EventDispatcher
-from ..masking import BaseMask, visible
+from ..masking import Masks, visible
+from .attention_layer import SequenceAttention
 
 
 class Softmax(nn.Module):
@@ -52,21 +53,13 @@ class Softmax(nn.Module):
     recurrent = False
 
 
-class FullAttention(Softmax):
+class FullAttention(Softmax, SequenceAttention):
     """Softmax attention under any mask; a query that sees no key gets zero. Arguments as in ``Softmax``."""
 
-    def forward(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attn_mask: BaseMask,
-        query_lengths: BaseMask,
-        key_lengths: BaseMask,
-    ) -> Tensor:
+    def compute(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D)."""
         q, k, v = (x.transpose(1, 2) for x in (queries, keys, values))
-        return self.attend(q, k, v, *visible(attn_mask, key_lengths)).transpose(1, 2).contiguous()
+        return self.attend(q, k, v, *visible(masks.attention, masks.keys)).transpose(1, 2).contiguous()
 
 
 SOFTMAX_PARAMETERS = [

@@ -11,7 +11,8 @@ from ..attention_registry import AttentionRegistry, EventDispatcherInstance, Flo
 from ..attention_registry import Callable as CallableSpec
 from ..events import EventDispatcher
 from ..feature_maps.base import ActivationFunctionFeatureMap, FeatureMap, elu_feature_map
-from ..masking import BaseMask, keys_of
+from ..masking import Masks, keys_of
+from .attention_layer import SequenceAttention
 
 
 class Sums(nn.Module):
@@ -64,7 +65,7 @@ class Sums(nn.Module):
         return out.transpose(1, 2).contiguous()
 
 
-class LinearAttention(Sums):
+class LinearAttention(Sums, SequenceAttention):
     """phi(q)^T sum_j phi(k_j) v_j^T / (phi(q)^T sum_j phi(k_j) + eps) over all keys that ``key_lengths`` keeps.
 
     Arguments are as in ``Sums``.
@@ -73,24 +74,16 @@ class LinearAttention(Sums):
         Katharopoulos et al. 2020 (2006.16236), eq. 5.
     """
 
-    def forward(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attn_mask: BaseMask,
-        query_lengths: BaseMask,
-        key_lengths: BaseMask,
-    ) -> Tensor:
+    def compute(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D).
 
         Raises:
             RuntimeError: ``attn_mask`` hides a key; all queries share one sum.
         """
-        if not attn_mask.all_ones:
+        if not masks.attention.all_ones:
             raise RuntimeError("LinearAttention sees all keys; attn_mask must be all ones, FullMask(L, S)")
         self.feature_map.new_feature_map(queries.device)
-        return self.read(queries, keys, values, causal=False, mask=keys_of(key_lengths))
+        return self.read(queries, keys, values, causal=False, mask=keys_of(masks.keys))
 
 
 LINEAR_PARAMETERS = [

@@ -6,11 +6,12 @@ from torch import Tensor
 
 from ..attention_registry import AttentionRegistry, Int
 from ..events import EventDispatcher
-from ..masking import BaseMask, keys_of
+from ..masking import Masks, keys_of
+from .attention_layer import SequenceAttention
 from .full_attention import SOFTMAX_PARAMETERS, Softmax
 
 
-class LocalAttention(Softmax):
+class LocalAttention(Softmax, SequenceAttention):
     """Query l sees the allowed keys from l - c // 2 up to and without l + (c + 1) // 2; c = local_context.
 
     Blocks of queries share the keys of their windows: O(L c) time and memory.
@@ -37,15 +38,7 @@ class LocalAttention(Softmax):
             raise ValueError(f"local_context={local_context} must be at least 1: a window has at least one key")
         self.local_context = local_context
 
-    def forward(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attn_mask: BaseMask,
-        query_lengths: BaseMask,
-        key_lengths: BaseMask,
-    ) -> Tensor:
+    def compute(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D)."""
         batch, length, size, context = len(queries), queries.shape[1], keys.shape[1], self.local_context
         if not (length and size):
@@ -58,7 +51,7 @@ class LocalAttention(Softmax):
         k, v = (F.pad(x, (0, 0, 0, 0, left, right)).unfold(1, width, block) for x in (keys, values))
         q = q.flatten(0, 1).transpose(1, 2)  # (N blocks, H, block, E)
         k, v = (x.flatten(0, 1).mT for x in (k, v))  # (N blocks, H, width, E)
-        mask = self._mask(attn_mask, key_lengths, blocks, block, width, (length, size), queries.device)
+        mask = self._mask(masks.attention, masks.keys, blocks, block, width, (length, size), queries.device)
         out = self.read(q, k, v, mask.expand(batch, -1, -1, -1).flatten(0, 1)[:, None])
         return out.transpose(1, 2).unflatten(0, (batch, blocks)).flatten(1, 2)[:, :length].contiguous()
 

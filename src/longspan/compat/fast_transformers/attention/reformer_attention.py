@@ -6,11 +6,12 @@ from torch import Tensor
 
 from ..attention_registry import AttentionRegistry, Bool, Int, Optional
 from ..events import EventDispatcher
-from ..masking import BaseMask, keys_of
+from ..masking import Masks, keys_of
+from .attention_layer import SequenceAttention
 from .full_attention import SOFTMAX_PARAMETERS, Softmax
 
 
-class ReformerAttention(Softmax):
+class ReformerAttention(Softmax, SequenceAttention):
     """Each query sees the tokens of its chunk and of the previous one, after sorting by a random hash.
 
     Keys are the queries, normalized to length 1; ``keys`` are ignored. In each round the hash is the nearest of random
@@ -50,15 +51,7 @@ class ReformerAttention(Softmax):
                 raise ValueError(f"{name}={value} must be at least 1")
         self.chunk_size, self.bits, self.rounds, self.masked = chunk_size, bits, rounds, masked
 
-    def forward(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        attn_mask: BaseMask,
-        query_lengths: BaseMask,
-        key_lengths: BaseMask,
-    ) -> Tensor:
+    def compute(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         """Return (N,L,H,D) for queries and keys (N,L,H,E) and values (N,L,H,D).
 
         Raises:
@@ -69,8 +62,8 @@ class ReformerAttention(Softmax):
         if not values.numel():
             return torch.zeros_like(values)
         k = F.normalize(queries, dim=-1)
-        real = keys_of(key_lengths)
-        allowed = None if attn_mask.all_ones else attn_mask.bool_matrix
+        real = keys_of(masks.keys)
+        allowed = None if masks.attention.all_ones else masks.attention.bool_matrix
         q, k, v = (x.transpose(1, 2) for x in (queries, k, values))
         out = torch.zeros_like(v)
         for _ in range(self.rounds):

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from ....modules.rotary import rotate
 from ....ops.softmax import dense
-from ....ops.tensors import positions
+from ....ops.tensors import merge, positions
 from ....states import kv_cache
 from ....states.kv_cache import KeyValues
-from .mixer import Call, Mixer, RMSNorm, heads, merged
+from .mixer import Call, Mixer, RMSNorm, heads
 
 
 class Attention(Mixer):
@@ -47,11 +47,10 @@ class Attention(Mixer):
         at, _ = positions(x, state and state.length, mask=call.mask, segments=call.segments)
         if self.rope_theta:
             q, k = rotate(q, at, self.rope_theta), rotate(k, at, self.rope_theta)
-        options: dict[str, Any] = {"mask": call.mask, "segments": call.segments}
         if state is None:
-            view = kv_cache.within(k, v, causal=True, **options)
+            view = kv_cache.within(k, v, causal=True, mask=call.mask, segments=call.segments)
         else:
-            view, state = kv_cache.extend(state, k, v, donate=call.donate, **options)
+            view, state = kv_cache.extend(state, k, v, **call.packing)
         allowed, causal = view.mask, view.causal
         if self.window_size is not None:
             keys = view.keys.shape[2]
@@ -60,4 +59,4 @@ class Attention(Mixer):
             near = at[:, :, None] - slots[:, None, :] < self.window_size
             allowed, causal = view.allowed(x.shape[1]) & near[:, None], False
         o = dense.attend(q.to(view.keys.dtype), view.keys, view.values, mask=allowed, causal=causal)
-        return self.o_proj(merged(o)), state
+        return self.o_proj(merge(o)), state

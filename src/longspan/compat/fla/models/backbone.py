@@ -1,6 +1,5 @@
 """Models of flash-linear-attention whose body has Mamba's names: ``backbone`` and ``norm_f``."""
 
-import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -52,11 +51,7 @@ class BackboneForCausalLM(FlaForCausalLM):
 class BackboneFamily(Family):
     """A family whose body is named ``backbone``."""
 
-    @functools.cached_property
-    def model(self) -> Any:
-        """The model class, for transformers' Auto classes and ``from_pretrained``."""
-        members = {"config_class": self.config, "__module__": FlaForCausalLM.__module__}
-        return type(f"{self.title}ForCausalLM", (BackboneForCausalLM,), members)
+    base = BackboneForCausalLM
 
     def load(self, source: str | os.PathLike[str], config: Mapping[str, Any], **options: Any) -> Any:
         """Load a model of this family; ``config`` is the content of ``config.json``."""

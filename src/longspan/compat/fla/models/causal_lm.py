@@ -4,13 +4,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import load_state_dict
 
 from ...transformers import packing
-from ...transformers.cache import NAME, StateCache
+from ...transformers.cache import NAME, StateCache, StateGenerationMixin
 from ...transformers.loading import StrictLoading
 from .attention import Attention
 from .config import FlaConfig
@@ -67,7 +67,7 @@ class Body(nn.Module):
         return self.norm(x), after
 
 
-class FlaForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
+class FlaForCausalLM(StrictLoading, PreTrainedModel, StateGenerationMixin):
     """A causal language model of flash-linear-attention on longspan's operations.
 
     Parameters have the original's names. ``generate``, ``Trainer``, peft and ``save_pretrained`` work as for other
@@ -155,19 +155,19 @@ class FlaForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
         if past is None and use_cache:
             past = StateCache()
         # A state that autograd may need must stay as it is.
-        call = Call(self._mask(attention_mask, batch, n), segments, past is not None and not torch.is_grad_enabled())
+        donate = past is not None and not torch.is_grad_enabled()
+        call = Call(packing.mask_of_last(attention_mask, batch, n), segments, donate)
         states = None
         if past is not None:
             states = self.model.start(batch) if past.state is None else past.state  # pyright: ignore[reportCallIssue]
         hidden, states = self.model(inputs_embeds, states, call)
         if past is not None:
             past.state, past.seen = states, past.seen + n
+        loss = None
         if labels is None:
+            # 0 keeps all.
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            logits, loss = (
-                self.lm_head(hidden[:, keep] if not isinstance(keep, slice) or logits_to_keep else hidden),
-                None,
-            )
+            logits = self.lm_head(hidden[:, keep])
         else:
             logits = self.lm_head(hidden)
             if segments is not None:
@@ -178,18 +178,6 @@ class FlaForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **more)
         found = CausalLMOutputWithPast(loss=loss, logits=logits, **{NAME: past if use_cache else None})  # pyright: ignore[reportArgumentType] (NAME is one field)
         return found if return_dict is not False else found.to_tuple()
-
-    def _mask(self, mask: Tensor | None, batch: int, n: int) -> Tensor | None:
-        """Return the part of an attention mask for these tokens, bool (B,N); None if all are real."""
-        if mask is None:
-            return None
-        if mask.dim() != 2 or len(mask) != batch or mask.shape[1] < n:
-            raise ValueError(
-                f"attention_mask must be (B, N) = {(batch, n)}, or longer by the tokens of the cache, with 1 on real "
-                f"tokens, not {tuple(mask.shape)}"
-            )
-        mask = mask[:, mask.shape[1] - n :].bool()
-        return None if bool(mask.all()) else mask
 
     @staticmethod
     def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any) -> Any:
@@ -206,16 +194,6 @@ class FlaForCausalLM(StrictLoading, PreTrainedModel, GenerationMixin):
                         state_dict |= load_state_dict(file)
                 state_dict, checkpoint_files = migrate(state_dict), None
         return StrictLoading._load_pretrained_model(model, state_dict, checkpoint_files, load_config, *args)
-
-    @classmethod
-    def _supports_default_dynamic_cache(cls) -> bool:
-        return False
-
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: dict, *args: Any, **kwargs: Any):
-        if (kind := generation_config.cache_implementation) is not None:
-            raise ValueError(f"cache_implementation={kind!r} is not supported; the model uses StateCache")
-        if model_kwargs.get(NAME) is None and generation_config.use_cache is not False:
-            model_kwargs[NAME] = StateCache()
 
     def get_input_embeddings(self) -> nn.Module:
         """Return the token embedding."""

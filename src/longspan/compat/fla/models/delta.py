@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from ....modules.init import time_steps
 from ....ops import gated
-from ....ops.tensors import upcast_half
-from .mixer import Call, Mixer, RMSNorm, ShortConv, heads, merged, whole
+from ....ops.gated.decays import log_decay
+from ....ops.tensors import merge, upcast_half
+from .mixer import Call, ConvolvedMixer, RMSNorm, ShortConv, heads, whole
 
 
 class DeltaState(NamedTuple):
@@ -22,7 +23,7 @@ class DeltaState(NamedTuple):
     v: Tensor  # (B,taps-1,widths[2])
 
 
-class DeltaMixer(Mixer):
+class DeltaMixer(ConvolvedMixer):
     """S = P + b k (v - P^T k)^T; subclasses define the decay of P and what is written.
 
     Args:
@@ -63,36 +64,29 @@ class DeltaMixer(Mixer):
         self.o_proj = nn.Linear(self.heads * self.sizes[1], hidden, bias=False)
 
     def start(self, batch: int) -> DeltaState:
-        none = upcast_half(self.like.new_zeros(batch, 0, 0))
-        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        recent = [none if conv is None else conv.start(batch) for conv in convs]
-        return DeltaState(upcast_half(self.like.new_zeros(batch, self.heads, *self.sizes)), *recent)
+        sums = upcast_half(self.like.new_zeros(batch, self.heads, *self.sizes))
+        return DeltaState(sums, *self.start_convs(batch))
 
     def forward(self, x: Tensor, state: DeltaState | None, call: Call) -> tuple[Tensor, DeltaState | None]:
         sums, *recent = self.start(len(x)) if state is None else state
-        mixed = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
-        for i, conv in enumerate((self.q_conv1d, self.k_conv1d, self.v_conv1d)):
-            if conv is not None:
-                mixed[i], recent[i] = conv(mixed[i], recent[i], call)
-            elif i == 2 or self.activation == "silu":
-                mixed[i] = F.silu(mixed[i])
-        q, k, v = mixed
-        if self.activation == "relu":
+        (q, k, v), recent = self.project(x, recent, call)
+        if self.v_conv1d is None:
+            v = F.silu(v)
+        if self.q_conv1d is None and self.activation == "silu":
+            q, k = F.silu(q), F.silu(k)
+        elif self.activation == "relu":
             q, k = q.relu(), k.relu()
         elif self.activation == "elu":
             q, k = F.elu(q) + 1, F.elu(k) + 1
-        options: dict[str, Any] = {"mask": call.mask, "segments": call.segments, "donate": call.donate}
-        o, sums = self.recur(x, q, k, v, sums, options)
+        o, sums = self.recur(x, q, k, v, sums, call)
         y = self.o_norm(o) if self.gate is None else self.o_norm(o, self.gating(x), self.gate)
-        return self.o_proj(merged(y)), None if state is None else DeltaState(sums, *recent)
+        return self.o_proj(merge(y)), None if state is None else DeltaState(sums, *recent)
 
     def gating(self, x: Tensor) -> Tensor:
         """Return the gate before its activation, (B,H,N,E)."""
         return heads(self.get_submodule("g_proj")(x), self.sizes[1])
 
-    def recur(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """Run the recurrence on projections (B,N,width) -> o (B,H,N,E), the next fast weights."""
         raise NotImplementedError
 
@@ -103,14 +97,14 @@ class DeltaMixer(Mixer):
         v: Tensor,
         sums: Tensor,
         beta: Tensor,
-        options: dict[str, Any],
+        call: Call,
         *,
         decay: Tensor | None = None,
         normalize: str | None = "l2",
     ) -> tuple[Tensor, Tensor]:
         """``gated.recur`` on q, k (B,N,GD), v (B,N,HE), beta (B,N,H)."""
         q, k, v = heads(q, self.sizes[0]), heads(k, self.sizes[0]), heads(v, self.sizes[1])
-        return gated.recur(q, k, v, log_decay=decay, beta=beta.mT, normalize=normalize, state=sums, **options)
+        return gated.recur(q, k, v, log_decay=decay, beta=beta.mT, normalize=normalize, state=sums, **call.packing)
 
 
 class WithDecay(DeltaMixer):
@@ -124,7 +118,7 @@ class WithDecay(DeltaMixer):
 
     def log_decay(self, x: Tensor) -> Tensor:
         """Return g (B,H,N) in float32 at least."""
-        return (-upcast_half(self.A_log).exp() * F.softplus(upcast_half(self.a_proj(x)) + self.dt_bias)).mT
+        return log_decay(self.A_log, self.a_proj(x), self.dt_bias).mT
 
 
 def head_sizes(config: Any) -> tuple[int, int]:

@@ -40,6 +40,7 @@ class Family:
     block: Callable[[Any, int, Callable[[Any, int], nn.Module]], nn.Module] | None = None
     migrate: Callable[[dict[str, Tensor]], dict[str, Tensor]] | None = None
     of_transformers: ClassVar[bool] = False
+    base: ClassVar[type] = FlaForCausalLM
 
     @functools.cached_property
     def config(self) -> type[FlaConfig]:
@@ -52,7 +53,7 @@ class Family:
     def model(self) -> Any:
         """The model class, for transformers' Auto classes and ``from_pretrained``."""
         members = {"config_class": self.config, "__module__": FlaForCausalLM.__module__}
-        return type(f"{self.title}ForCausalLM", (FlaForCausalLM,), members)
+        return type(f"{self.title}ForCausalLM", (self.base,), members)
 
     def load(self, source: str | os.PathLike[str], config: Mapping[str, Any], **options: Any) -> Any:
         """Load a model of this family; ``config`` is the content of ``config.json``."""

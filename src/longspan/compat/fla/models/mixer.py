@@ -2,14 +2,22 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ....ops.convolution import convolve
-from ....ops.tensors import upcast_half
+from ....ops.tensors import rms_normalize, upcast_half
+
+
+class Packing(TypedDict):
+    """Arguments of every recurrence; see ``Call``."""
+
+    mask: Tensor | None
+    segments: Tensor | None
+    donate: bool
 
 
 @dataclass
@@ -24,6 +32,11 @@ class Call:
     """whether states may be overwritten"""
     shared: dict[str, Any] = field(default_factory=dict)
     """values that one layer passes to later ones"""
+
+    @property
+    def packing(self) -> Packing:
+        """The mask, the segments and whether states may be overwritten, as arguments of a recurrence."""
+        return {"mask": self.mask, "segments": self.segments, "donate": self.donate}
 
 
 class Mixer(nn.Module):
@@ -58,7 +71,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, gate: Tensor | None = None, act: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
         """x (...,size), gate of the same shape or None -> the normalized x, times act(gate)."""
         wide = upcast_half(x)
-        y = wide * (wide.square().mean(-1, keepdim=True) + self.eps).rsqrt()
+        y = rms_normalize(wide, self.eps)
         if self.weight is not None:
             y = y * self.weight.to(y.dtype)
         if gate is not None:
@@ -97,18 +110,34 @@ class ShortConv(nn.Module):
 
     def forward(self, x: Tensor, state: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         """x (B,N,channels) -> y (B,N,channels), the next state."""
-        options: dict[str, Any] = {"activation": self.activation, "mask": call.mask, "segments": call.segments}
-        return convolve(x, self.weight[:, 0], self.bias, state, donate=call.donate, **options)
+        return convolve(x, self.weight[:, 0], self.bias, state, activation=self.activation, **call.packing)
+
+
+class ConvolvedMixer(Mixer):
+    """A mixer whose projections pass through short convolutions, unless these are None.
+
+    Its modules are ``q_proj`` and ``q_conv1d`` for the letter q, and so on for each of ``letters``.
+    """
+
+    letters: ClassVar[str] = "qkv"
+
+    def start_convs(self, batch: int) -> list[Tensor]:
+        """Return zeros (batch,taps-1,channels) for each convolution; (batch,0,0) without one."""
+        convs = [getattr(self, f"{letter}_conv1d") for letter in self.letters]
+        return [upcast_half(self.like.new_zeros(batch, 0, 0)) if c is None else c.start(batch) for c in convs]
+
+    def project(self, x: Tensor, recent: list[Tensor], call: Call) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the projections of x (B,N,hidden), and the tokens of the convolutions after those of ``recent``."""
+        mixed = [getattr(self, f"{letter}_proj")(x) for letter in self.letters]
+        for i, letter in enumerate(self.letters):
+            if (conv := getattr(self, f"{letter}_conv1d")) is not None:
+                mixed[i], recent[i] = conv(mixed[i], recent[i], call)
+        return mixed, recent
 
 
 def heads(x: Tensor, size: int) -> Tensor:
     """(B,N,H*size) -> (B,H,N,size)."""
     return x.unflatten(-1, (-1, size)).transpose(1, 2)
-
-
-def merged(x: Tensor) -> Tensor:
-    """(B,H,N,E) -> (B,N,H*E)."""
-    return x.transpose(1, 2).flatten(-2)
 
 
 def whole(size: float, name: str) -> int:

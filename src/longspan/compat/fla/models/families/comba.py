@@ -6,12 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from .....ops.gated import general
-from .....ops.tensors import upcast_half
+from .....ops.tensors import unit, upcast_half
 from ..delta import WithDecay, check_heads, head_sizes
 from ..family import Family
-from ..mixer import heads
-
-EPS = 1e-6  # of the norms of queries and keys
+from ..mixer import Call, heads
 
 
 class Comba(WithDecay):
@@ -32,23 +30,25 @@ class Comba(WithDecay):
             self.g_proj = nn.Linear(hidden, count * self.sizes[1], bias=False)
         self.finish(hidden, config.norm_eps, torch.sigmoid if config.use_output_gate else None)
 
-    def recur(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         beta = upcast_half(self.b_proj(x)).sigmoid().mT[..., None]  # (B,H,N,1)
         q, k, v = heads(q, self.sizes[0]), heads(k, self.sizes[0]), heads(v, self.sizes[1])
         read = k * self.decay.sigmoid()[:, None, None].to(k.dtype)
-        q, k, read = (self.unit(t) for t in (q - self.D[:, None, None].to(q.dtype) * read, k, read))
+        q, k, read = (unit(upcast_half(t)) for t in (q - self.D[:, None, None].to(q.dtype) * read, k, read))
         # Each head of values has its own step size, but shares keys with its group.
         k, read, q = (t.repeat_interleave(self.heads // self.groups, 1) for t in (k, read, q))
         write = (k * beta).to(v.dtype)
-        named: dict[str, Any] = {"read": read.to(v.dtype), "erase": write, "log_decay": self.log_decay(x)}
-        return general.recur(q.to(v.dtype), write, v, **named, read_before_decay=True, state=sums, **options)
-
-    def unit(self, x: Tensor) -> Tensor:
-        """Divide x (...,D) by its length, in float32 at least."""
-        wide = upcast_half(x)
-        return wide * (wide.square().sum(-1, keepdim=True) + EPS).rsqrt()
+        return general.recur(
+            q.to(v.dtype),
+            write,
+            v,
+            read=read.to(v.dtype),
+            erase=write,
+            log_decay=self.log_decay(x),
+            read_before_decay=True,
+            state=sums,
+            **call.packing,
+        )
 
 
 FAMILIES = (

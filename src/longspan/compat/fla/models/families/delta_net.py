@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .....ops.tensors import upcast_half, wide_dtype
 from ..delta import DeltaMixer
 from ..family import Family
-from ..mixer import heads, whole
+from ..mixer import Call, heads, whole
 
 
 class DeltaNet(DeltaMixer):
@@ -27,19 +27,17 @@ class DeltaNet(DeltaMixer):
             self.g_proj = nn.Linear(hidden, count * values, bias=False)
         self.finish(hidden, config.norm_eps, F.silu if config.use_gate else None)
 
-    def recur(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         if self.b_proj is None:
             beta = torch.ones(*x.shape[:2], self.heads, device=x.device, dtype=wide_dtype(x))
         else:
             beta = upcast_half(self.b_proj(x)).sigmoid()
         beta = beta * 2 if self.negative else beta
         if self.qk_norm == "l2":
-            return self.run(q, k, v, sums, beta, options)
+            return self.run(q, k, v, sums, beta, call)
         q, k = (F.normalize(heads(t, self.sizes[0]), p=1, dim=-1, eps=1e-6) for t in (q, k))
         q, k = (t.transpose(1, 2).flatten(-2) for t in (q, k))
-        return self.run(q, k, v, sums, beta, options, normalize=None)
+        return self.run(q, k, v, sums, beta, call, normalize=None)
 
 
 def _check(config: Any) -> str:

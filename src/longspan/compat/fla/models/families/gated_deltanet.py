@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from .....ops.tensors import upcast_half
 from ..delta import WithDecay, check_heads, head_sizes
 from ..family import Family
+from ..mixer import Call
 
 GATES = {"swish": F.silu, "silu": F.silu, "sigmoid": torch.sigmoid}
 
@@ -27,11 +28,9 @@ class GatedDeltaNet(WithDecay):
             self.g_proj = nn.Linear(hidden, count * self.sizes[1], bias=False)
         self.finish(hidden, config.norm_eps, GATES[config.output_gate_activation] if config.use_gate else None)
 
-    def recur(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         beta = upcast_half(self.b_proj(x)).sigmoid() * (2.0 if self.negative else 1.0)
-        return self.run(q, k, v, sums, beta, options, decay=self.log_decay(x))
+        return self.run(q, k, v, sums, beta, call, decay=self.log_decay(x))
 
 
 def _check(config: Any) -> str:

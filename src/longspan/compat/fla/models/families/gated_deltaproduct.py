@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from .....ops.tensors import upcast_half
 from ..delta import WithDecay, head_sizes
 from ..family import Family
+from ..mixer import Call
 
 
 class GatedDeltaProduct(WithDecay):
@@ -28,9 +29,7 @@ class GatedDeltaProduct(WithDecay):
             self.g_proj = nn.Linear(hidden, count * self.sizes[1], bias=False)
         self.finish(hidden, config.norm_eps, F.silu if config.use_output_gate else None)
 
-    def recur(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         n = self.steps
         beta = upcast_half(self.b_proj(x)).sigmoid() * (2.0 if self.negative else 1.0)
         decay = self.log_decay(x) if self.forgets else None
@@ -38,10 +37,8 @@ class GatedDeltaProduct(WithDecay):
         q = F.pad(q[:, :, None], (0, 0, n - 1, 0)).flatten(1, 2)
         if decay is not None:
             decay = F.pad(decay[..., None], (0, n - 1)).flatten(-2)
-        repeated = {
-            name: None if t is None else t.repeat_interleave(n, 1) for name, t in options.items() if name != "donate"
-        }
-        o, sums = self.run(q, k, v, sums, beta, {**repeated, "donate": options["donate"]}, decay=decay)
+        mask, segments = (None if t is None else t.repeat_interleave(n, 1) for t in (call.mask, call.segments))
+        o, sums = self.run(q, k, v, sums, beta, Call(mask, segments, call.donate), decay=decay)
         return o[:, :, n - 1 :: n], sums
 
 

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .....ops import gated
-from .....ops.tensors import upcast_half
+from .....ops.tensors import merge, upcast_half
 from ..family import Family
-from ..mixer import Call, Mixer, RMSNorm, ShortConv, heads, merged, whole
+from ..mixer import Call, ConvolvedMixer, RMSNorm, ShortConv, heads, whole
 
 
 class GlaState(NamedTuple):
@@ -20,7 +20,7 @@ class GlaState(NamedTuple):
     v: Tensor  # (B,taps-1,GE)
 
 
-class GatedLinearAttention(Mixer):
+class GatedLinearAttention(ConvolvedMixer):
     """S = Diag(e^g) S + k v^T with g = logsigmoid(W2 W1 x + b) / 16, output norm and gate per head."""
 
     def __init__(self, config: Any, layer: int):
@@ -45,17 +45,11 @@ class GatedLinearAttention(Mixer):
         self.add_module(self.norm_name, RMSNorm(self.sizes[1], config.norm_eps, config.elementwise_affine))
 
     def start(self, batch: int) -> GlaState:
-        none = upcast_half(self.like.new_zeros(batch, 0, 0))
-        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        recent = [none if conv is None else conv.start(batch) for conv in convs]
-        return GlaState(upcast_half(self.like.new_zeros(batch, self.heads, *self.sizes)), *recent)
+        return GlaState(upcast_half(self.like.new_zeros(batch, self.heads, *self.sizes)), *self.start_convs(batch))
 
     def forward(self, x: Tensor, state: GlaState | None, call: Call) -> tuple[Tensor, GlaState | None]:
         sums, *recent = self.start(len(x)) if state is None else state
-        mixed = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
-        for i, conv in enumerate((self.q_conv1d, self.k_conv1d, self.v_conv1d)):
-            if conv is not None:
-                mixed[i], recent[i] = conv(mixed[i], recent[i], call)
+        mixed, recent = self.project(x, recent, call)
         decay = F.logsigmoid(upcast_half(self.gk_proj(x))) / 16
         if self.clamp_min is not None:
             decay = decay.clamp(min=self.clamp_min)
@@ -65,10 +59,9 @@ class GatedLinearAttention(Mixer):
             k, decay, v = (t.repeat_interleave(self.repeats, 1) for t in (k, decay, v))
         if self.act is not None:
             q, k = self.act(q), self.act(k)
-        options: dict[str, Any] = {"mask": call.mask, "segments": call.segments, "donate": call.donate}
-        o, sums = gated.recur(q, k, v, log_decay=decay, state=sums, **options)
+        o, sums = gated.recur(q, k, v, log_decay=decay, state=sums, **call.packing)
         gate = None if self.g_proj is None else heads(self.g_proj(x), self.sizes[1])
-        y = self.o_proj(merged(self.get_submodule(self.norm_name)(o, gate)))
+        y = self.o_proj(merge(self.get_submodule(self.norm_name)(o, gate)))
         return y, None if state is None else GlaState(sums, *recent)
 
 

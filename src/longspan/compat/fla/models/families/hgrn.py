@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from .....ops import scan
 from .....ops.tensors import upcast_half
 from ..family import Family
-from ..mixer import Call, Mixer, RMSNorm, ShortConv, whole
+from ..mixer import Call, ConvolvedMixer, RMSNorm, ShortConv, whole
 from .hgrn2 import BoundedBody, log_gate
 
 
@@ -21,8 +21,10 @@ class HgrnState(NamedTuple):
     f: Tensor  # (B,taps-1,width)
 
 
-class Hgrn(Mixer):
+class Hgrn(ConvolvedMixer):
     """h = e^g h + silu(i) (1 - e^g), o = RMSNorm(h) silu(W x), the norm over all channels."""
+
+    letters = "if"
 
     def __init__(self, config: Any, layer: int):
         super().__init__()
@@ -37,20 +39,14 @@ class Hgrn(Mixer):
         self.o_proj = nn.Linear(self.width, hidden, bias=False)
 
     def start(self, batch: int) -> HgrnState:
-        none = upcast_half(self.like.new_zeros(batch, 0, 0))
-        recent = [none if conv is None else conv.start(batch) for conv in (self.i_conv1d, self.f_conv1d)]
-        return HgrnState(upcast_half(self.like.new_zeros(batch, self.width)), *recent)
+        return HgrnState(upcast_half(self.like.new_zeros(batch, self.width)), *self.start_convs(batch))
 
     def forward(self, x: Tensor, state: HgrnState | None, call: Call) -> tuple[Tensor, HgrnState | None]:
         sums, *recent = self.start(len(x)) if state is None else state
-        mixed = [self.i_proj(x), self.f_proj(x)]
-        for at, conv in enumerate((self.i_conv1d, self.f_conv1d)):
-            if conv is not None:
-                mixed[at], recent[at] = conv(mixed[at], recent[at], call)
+        mixed, recent = self.project(x, recent, call)
         g = log_gate(mixed[1], self.layer, call)
         i = F.silu(upcast_half(mixed[0])) * -torch.expm1(g)
-        options: dict[str, Any] = {"mask": call.mask, "segments": call.segments, "donate": call.donate}
-        h, sums = scan.diagonal(i, g, state=sums, **options)
+        h, sums = scan.diagonal(i, g, state=sums, **call.packing)
         y = self.o_proj(self.g_norm(h, self.g_proj(x)).to(x.dtype))
         return y, None if state is None else HgrnState(sums, *recent)
 

@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .....ops import gated
-from .....ops.tensors import upcast_half
+from .....ops.tensors import merge, upcast_half
 from ..causal_lm import Body
 from ..family import Family
-from ..mixer import Call, Mixer, RMSNorm, ShortConv, heads, merged
+from ..mixer import Call, ConvolvedMixer, RMSNorm, ShortConv, heads
 
 EPS = 1e-5  # of the output norm, whatever norm_eps is
 
@@ -48,8 +48,10 @@ def log_gate(f: Tensor, layer: int, call: Call) -> Tensor:
     return torch.logaddexp(bounds[layer].log(), torch.log1p(-bounds[layer]) + g)
 
 
-class Hgrn2(Mixer):
+class Hgrn2(ConvolvedMixer):
     """S = Diag(e^g) S + (1 - e^g) v^T, o = S^T silu(q) / sqrt(D); RMS norm over all heads."""
+
+    letters = "qfi"
 
     def __init__(self, config: Any, layer: int):
         super().__init__()
@@ -65,23 +67,16 @@ class Hgrn2(Mixer):
         self.o_proj = nn.Linear(hidden, hidden, bias=False)
 
     def start(self, batch: int) -> Hgrn2State:
-        none = upcast_half(self.like.new_zeros(batch, 0, 0))
-        convs = (self.q_conv1d, self.f_conv1d, self.i_conv1d)
-        recent = [none if conv is None else conv.start(batch) for conv in convs]
-        return Hgrn2State(upcast_half(self.like.new_zeros(batch, self.heads, *self.sizes)), *recent)
+        return Hgrn2State(upcast_half(self.like.new_zeros(batch, self.heads, *self.sizes)), *self.start_convs(batch))
 
     def forward(self, x: Tensor, state: Hgrn2State | None, call: Call) -> tuple[Tensor, Hgrn2State | None]:
         sums, *recent = self.start(len(x)) if state is None else state
-        mixed = [self.q_proj(x), self.f_proj(x), self.i_proj(x)]
-        for i, conv in enumerate((self.q_conv1d, self.f_conv1d, self.i_conv1d)):
-            if conv is not None:
-                mixed[i], recent[i] = conv(mixed[i], recent[i], call)
+        mixed, recent = self.project(x, recent, call)
         g = log_gate(mixed[1], self.layer, call)
         k = (-torch.expm1(g)).to(x.dtype)
         q, k, g = (heads(t, self.sizes[0]) for t in (F.silu(mixed[0]), k, g))
-        options: dict[str, Any] = {"mask": call.mask, "segments": call.segments, "donate": call.donate}
-        o, sums = gated.recur(q, k, heads(mixed[2], self.sizes[1]), log_decay=g, state=sums, **options)
-        return self.o_proj(self.g_norm(merged(o))), None if state is None else Hgrn2State(sums, *recent)
+        o, sums = gated.recur(q, k, heads(mixed[2], self.sizes[1]), log_decay=g, state=sums, **call.packing)
+        return self.o_proj(self.g_norm(merge(o))), None if state is None else Hgrn2State(sums, *recent)
 
 
 def sizes(config: Any) -> tuple[int, int]:

@@ -3,14 +3,14 @@
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .....modules.init import time_steps
+from .....ops.gated.decays import log_decay
 from .....ops.tensors import upcast_half
 from ..delta import DeltaMixer, check_heads, head_sizes
 from ..family import Family
-from ..mixer import heads
+from ..mixer import Call, heads
 
 
 class KimiDeltaAttention(DeltaMixer):
@@ -29,17 +29,11 @@ class KimiDeltaAttention(DeltaMixer):
         self.g_proj = nn.Sequential(nn.Linear(hidden, values, bias=False), nn.Linear(values, count * values))
         self.finish(hidden, config.norm_eps, torch.sigmoid)
 
-    def recur(
-        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, options: dict[str, Any]
-    ) -> tuple[Tensor, Tensor]:
+    def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         beta = upcast_half(self.b_proj(x)).sigmoid() * (2.0 if self.negative else 1.0)
-        gate = heads(upcast_half(self.f_proj(x)) + self.dt_bias, self.sizes[0])
-        rate = upcast_half(self.A_log).exp()[:, None, None]
-        if self.lower_bound is None:
-            decay = -rate * F.softplus(gate)
-        else:
-            decay = self.lower_bound * (rate * gate).sigmoid()
-        return self.run(q, k, v, sums, beta, options, decay=decay)
+        bias = self.dt_bias.view(-1, 1, self.sizes[0])
+        decay = log_decay(self.A_log[:, None, None], heads(self.f_proj(x), self.sizes[0]), bias, self.lower_bound)
+        return self.run(q, k, v, sums, beta, call, decay=decay)
 
 
 def _check(config: Any) -> str:

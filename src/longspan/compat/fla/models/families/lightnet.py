@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .....ops import gated
-from .....ops.tensors import upcast_half
+from .....ops.tensors import merge, upcast_half
 from ..family import Family
-from ..mixer import Call, Mixer, RMSNorm, ShortConv, heads, merged
+from ..mixer import Call, ConvolvedMixer, RMSNorm, ShortConv, heads
 
 EPS = 1e-6  # of the output norm, whatever norm_eps is
 NOTHING = -1e30  # the logarithm of an empty sum; finite, so that differences are numbers
@@ -25,7 +25,7 @@ class LightNetState(NamedTuple):
     v: Tensor  # (B,taps-1,HE)
 
 
-class LightNet(Mixer):
+class LightNet(ConvolvedMixer):
     """S = Diag(e^(z_(t-1) - z_t)) S + e^(k - z_t) v^T with z_t = log sum e^k.
 
     RMS norm over all heads, and a gate of low rank.
@@ -47,18 +47,12 @@ class LightNet(Mixer):
         self.o_proj = nn.Linear(hidden, hidden, bias=False)
 
     def start(self, batch: int) -> LightNetState:
-        none = upcast_half(self.like.new_zeros(batch, 0, 0))
-        convs = (self.q_conv1d, self.k_conv1d, self.v_conv1d)
-        recent = [none if conv is None else conv.start(batch) for conv in convs]
         sums = upcast_half(self.like.new_zeros(batch, self.heads, *self.sizes))
-        return LightNetState(sums, torch.full_like(sums[..., 0], NOTHING), *recent)
+        return LightNetState(sums, torch.full_like(sums[..., 0], NOTHING), *self.start_convs(batch))
 
     def forward(self, x: Tensor, state: LightNetState | None, call: Call) -> tuple[Tensor, LightNetState | None]:
         sums, total, *recent = self.start(len(x)) if state is None else state
-        mixed = [self.q_proj(x), self.k_proj(x), self.v_proj(x)]
-        for i, conv in enumerate((self.q_conv1d, self.k_conv1d, self.v_conv1d)):
-            if conv is not None:
-                mixed[i], recent[i] = conv(mixed[i], recent[i], call)
+        mixed, recent = self.project(x, recent, call)
         q, k, v = heads(F.silu(mixed[0]), self.sizes[0]), heads(mixed[1], self.sizes[0]), heads(mixed[2], self.sizes[1])
         logits = upcast_half(k)
         if call.mask is not None:
@@ -69,10 +63,9 @@ class LightNet(Mixer):
             # The first token of a sequence follows nothing.
             begins = F.pad(call.segments.diff() != 0, (1, 0))
             before = before.masked_fill(begins[:, None, :, None], NOTHING)
-        options: dict[str, Any] = {"mask": call.mask, "segments": call.segments, "donate": call.donate}
         keys = (logits - z).exp().to(v.dtype)
-        o, sums = gated.recur(q, keys, v, log_decay=before - z, state=sums, **options)
-        y = self.o_proj(self.g_norm(merged(o), self.g_proj(x)))
+        o, sums = gated.recur(q, keys, v, log_decay=before - z, state=sums, **call.packing)
+        y = self.o_proj(self.g_norm(merge(o), self.g_proj(x)))
         return y, None if state is None else LightNetState(sums, z[:, :, -1] if x.shape[1] else total, *recent)
 
 

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .....ops import gated, linear
-from .....ops.tensors import upcast_half
+from .....ops.tensors import merge, upcast_half
 from ..family import Family
-from ..mixer import Call, Mixer, RMSNorm, heads, merged, whole
+from ..mixer import Call, Mixer, RMSNorm, heads, whole
 
 EPS = 1e-10  # added to the normalizer after the scale
 
@@ -113,15 +113,14 @@ class LinearAttention(Mixer):
         q, k = self.feature_map_q(q), self.feature_map_k(k)
         q = q / (q.sum(-1, keepdim=True) + 1e-4) if self.norm_q else q
         k = k / (k.sum(-1, keepdim=True) + 1e-4) if self.norm_k else k
-        options: dict[str, Any] = {"mask": call.mask, "segments": call.segments, "donate": call.donate}
         if self.normalized:
             # The scale cancels but for the number added to the normalizer.
             eps = EPS * self.features**0.5
             q, k = upcast_half(q), upcast_half(k)
-            o, sums = linear.attend(q, k, v, causal=True, eps=eps, state=sums, **options)
+            o, sums = linear.attend(q, k, v, causal=True, eps=eps, state=sums, **call.packing)
         else:
-            o, sums = gated.recur(q, k, v, state=sums, **options)
-        return self.o_proj(merged(self.norm(o))), None if state is None else LinearAttentionState(sums)
+            o, sums = gated.recur(q, k, v, state=sums, **call.packing)
+        return self.o_proj(merge(self.norm(o))), None if state is None else LinearAttentionState(sums)
 
 
 def _check(config: Any) -> str:

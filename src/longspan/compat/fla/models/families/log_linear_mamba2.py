@@ -7,9 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .....ops.gated import log_linear
-from .....ops.tensors import upcast_half
+from .....ops.gated.decays import step_sizes
+from .....ops.tensors import merge, rms_normalize, upcast_half
 from ..backbone import IGNORED, OPTIONS, Backbone, BackboneFamily, MixerBlock, odd_heads, other_option
-from ..mixer import Call, GatedMLP, Mixer, RMSNorm, ShortConv, heads, merged
+from ..mixer import Call, GatedMLP, Mixer, RMSNorm, ShortConv, heads
 
 LEVELS = 15  # of sequences of 2^14 tokens; the last one holds all larger distances too
 
@@ -52,7 +53,7 @@ class LogLinearMamba2(Mixer):
         mixed, recent = self.conv1d(mixed, recent, call)
         v, k, q = upcast_half(mixed).split([self.width, self.groups * self.keys, self.groups * self.keys], -1)
         v, k, q = heads(v, self.size), heads(k, self.keys), heads(q, self.keys)
-        dt = F.softplus(upcast_half(dt) + upcast_half(self.dt_bias)).mT  # (B,H,N)
+        dt = step_sizes(dt, self.dt_bias).mT  # (B,H,N)
         weights = F.softplus(heads(upcast_half(level), LEVELS) * upcast_half(self.L)[:, None])  # (B,H,N,LEVELS)
         o, sums = log_linear.attend(
             q,
@@ -65,9 +66,8 @@ class LogLinearMamba2(Mixer):
             segments=call.segments,
             state=None if state is None else (state.sums, state.count),
         )
-        y = merged(o + upcast_half(self.D)[:, None, None] * v) * F.silu(upcast_half(z))
-        y = y.unflatten(-1, (self.groups, -1))
-        y = y * (y.square().mean(-1, keepdim=True) + self.norm.eps).rsqrt()
+        y = merge(o + upcast_half(self.D)[:, None, None] * v) * F.silu(upcast_half(z))
+        y = rms_normalize(y.unflatten(-1, (self.groups, -1)), self.norm.eps)
         y = self.out_proj((y.flatten(-2) * upcast_half(self.norm.get_parameter("weight"))).to(x.dtype))
         return y, None if sums is None else LogLinearMamba2State(*sums, recent)
 

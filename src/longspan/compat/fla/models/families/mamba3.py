@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from .....attention.mamba3 import Mamba3State, trapezoid
 from .....modules.init import time_steps
-from .....ops.tensors import softplus, upcast_half
+from .....ops.tensors import merge, rms_normalize, softplus, upcast_half
 from ..backbone import IGNORED, OPTIONS, Backbone, BackboneFamily, MixerBlock, odd_heads, other_option
-from ..mixer import Call, Mixer, RMSNorm, heads, merged
+from ..mixer import Call, Mixer, RMSNorm, heads
 
 
 class Mamba3(Mixer):
@@ -48,14 +48,12 @@ class Mamba3(Mixer):
         decay = -softplus(rate).clamp(min=self.floor) * dt
         v = heads(v, self.size)
         q, k = self.biased(c, self.C_norm, self.C_bias), self.biased(b, self.B_norm, self.B_bias)
-        packed = {"mask": call.mask, "segments": call.segments}
-        o, after = trapezoid(q, k, v, dt, decay, blend.sigmoid(), angle, before, **packed)
+        o, after = trapezoid(q, k, v, dt, decay, blend.sigmoid(), angle, before, mask=call.mask, segments=call.segments)
         y, z = o + upcast_half(self.D)[:, None, None] * v, heads(z, self.size)
         if self.norm is not None:
             # One norm for each head.
-            y = y * (y.square().mean(-1, keepdim=True) + self.norm.eps).rsqrt()
-            y = y * upcast_half(self.norm.get_parameter("weight")).view(self.heads, 1, -1)
-        return self.out_proj(merged(y * F.silu(z)).to(x.dtype)), None if state is None else after
+            y = rms_normalize(y, self.norm.eps) * upcast_half(self.norm.get_parameter("weight")).view(self.heads, 1, -1)
+        return self.out_proj(merge(y * F.silu(z)).to(x.dtype)), None if state is None else after
 
     def biased(self, x: Tensor, norm: RMSNorm, bias: Tensor) -> Tensor:
         """x (B,N,GD) -> normalized, with the bias of each head (B,H,N,D)."""

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from .....modules.rotary import rotate
 from .....ops import gated
-from .....ops.tensors import positions, upcast_half
+from .....ops.tensors import merge, positions, upcast_half
 from ..family import Family
-from ..mixer import Call, Mixer, RMSNorm, heads, merged, whole
+from ..mixer import Call, Mixer, RMSNorm, heads, whole
 
 
 class RetNetState(NamedTuple):
@@ -57,10 +57,9 @@ class MultiScaleRetention(Mixer):
             k, v = k.repeat_interleave(self.repeats, 1), v.repeat_interleave(self.repeats, 1)
         rates = torch.arange(self.heads, device=x.device, dtype=torch.float64)
         decay = torch.log1p(-torch.exp2(-5 - rates)).to(sums.dtype)[:, None]
-        options: dict[str, Any] = {"mask": call.mask, "segments": call.segments, "donate": call.donate}
-        o, sums = gated.recur(q, k, v, log_decay=decay.expand(len(x), -1, x.shape[1]), state=sums, **options)
+        o, sums = gated.recur(q, k, v, log_decay=decay.expand(len(x), -1, x.shape[1]), state=sums, **call.packing)
         gate = None if self.g_proj is None else heads(self.g_proj(x), self.sizes[1])
-        y = self.o_proj(merged(self.get_submodule(self.norm_name)(o, gate)))
+        y = self.o_proj(merge(self.get_submodule(self.norm_name)(o, gate)))
         return y, None if state is None else RetNetState(sums, position)
 
 

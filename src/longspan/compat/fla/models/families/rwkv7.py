@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from .....modules.token_shift import shift, shift_start
 from .....ops.gated import general
-from .....ops.tensors import upcast_half
+from .....ops.tensors import unit, upcast_half
 from ..family import Family
 from ..mixer import Call, Mixer, heads
 from ..rwkv import OPTIONS, LoRA, RwkvBlock, RwkvBody, RwkvState, feed_forward_width, group_norm, squared_relu
@@ -61,8 +61,7 @@ class Rwkv7(Mixer):
     ) -> tuple[Tensor, Rwkv7State | None, Tensor | None]:
         """As in ``Mixer``; takes and returns also the values of the first layer (B,N,HE), None in that layer."""
         sums, last = self.start(len(x)) if state is None else state
-        options: dict[str, Any] = {"mask": call.mask, "segments": call.segments, "donate": call.donate}
-        before, last = shift(x, last, **options)
+        before, last = shift(x, last, **call.packing)
         delta = before - x
         xr, xw, xk, xv, xa, xg = (torch.addcmul(x, delta, self.get_parameter(f"x_{name}")) for name in MIXES)
         r, k, v = self.r_proj(xr), self.k_proj(xk), self.v_proj(xv)
@@ -86,7 +85,7 @@ class Rwkv7(Mixer):
             scale=1.0,
             read_before_decay=True,
             state=sums,
-            **options,
+            **call.packing,
         )
         bonus = (r * k * self.r_k[:, None]).sum(-1, keepdim=True) * v
         y = (group_norm(o, self.g_norm) + bonus.transpose(1, 2).flatten(-2)) * self.g_lora(xg)
@@ -94,10 +93,7 @@ class Rwkv7(Mixer):
 
     def unit(self, k: Tensor) -> Tensor:
         """Divide k (...,D) by its length; the original's two forms differ in what they add to it."""
-        wide = upcast_half(k)
-        if self.fused:
-            return (wide * (wide.square().sum(-1, keepdim=True) + 1e-6).rsqrt()).to(k.dtype)
-        return F.normalize(wide, dim=-1, eps=1e-12).to(k.dtype)
+        return unit(k) if self.fused else F.normalize(upcast_half(k), dim=-1, eps=1e-12).to(k.dtype)
 
 
 class FeedForward(nn.Module):
