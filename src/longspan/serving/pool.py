@@ -16,11 +16,12 @@ from .._utils.typecheck import as_int, check_type, format_value
 from ..generation.native_decoder import Engine
 from ..generation.sampling import afford_rows
 from ..models.decoder import Decoder, DecoderState
+from ..models.sampling import Sampling
 from ..ops.backends import forced_backend
 from ..states.utils import check_like, grow_capacity
 from .adapters import servable, with_all_outputs
 from .prefix_cache import Beginning, PrefixCache
-from .sampler import Sampling, sample
+from .sampler import sample
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 NATIVE = ("auto", "native")  # forced backends with which the decode engine runs

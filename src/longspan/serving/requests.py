@@ -4,10 +4,10 @@ import json
 import random
 import reprlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .sampler import Sampling
+from ..models.sampling import OPTIONS, Sampling
 from .sessions import ID
 
 MOST_STOPS = 4
@@ -28,14 +28,16 @@ FIELDS: dict[str, dict[str, Any]] = {
         "minimum": 0,
         "description": "The most tokens to draw; 0 requires echo.",
     },
-    "temperature": {"type": ["number", "null"], "default": 1.0, "minimum": 0.0, "maximum": 100.0},
-    "top_p": {"type": ["number", "null"], "default": 1.0, "minimum": 1e-9, "maximum": 1.0},
-    "top_k": {
-        "type": ["integer", "null"],
-        "default": 0,
-        "minimum": 0,
-        "maximum": 2**31,
-        "description": "Sample from the k most likely tokens; 0 samples from all.",
+    **{
+        option.name: {
+            "type": ["integer" if option.kind is int else "number", "null"],
+            "default": option.default,
+            "minimum": option.low,
+            "maximum": option.high,
+            "title": option.title,  # the playground offers the fields that have one
+            "description": option.sentence,
+        }
+        for option in OPTIONS
     },
     "n": {
         "type": ["integer", "null"],
@@ -165,7 +167,7 @@ class Completion:
         """Return the options of each choice of a prompt; choices differ in their seed."""
         base = self.sampling
         first = base.seed + index * self.n
-        return [Sampling(base.temperature, base.top_k, base.top_p, _wrapped(first + i)) for i in range(self.n)]
+        return [replace(base, seed=_wrapped(first + i)) for i in range(self.n)]
 
 
 def _wrapped(seed: int) -> int:
@@ -214,10 +216,8 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, most: int) -> C
         prompts,
         numbers["max_tokens"],
         Sampling(
-            numbers["temperature"],
-            numbers["top_k"],
-            numbers["top_p"],
-            random.SystemRandom().randrange(2**62) if seed is None else seed,
+            **{option.name: numbers[option.name] for option in OPTIONS},
+            seed=random.SystemRandom().randrange(2**62) if seed is None else seed,
         ),
         numbers["n"],
         _stops(body.get("stop"), codec),

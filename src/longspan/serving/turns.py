@@ -9,10 +9,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ..models.sampling import Sampling
 from .openapi import content, described, operation, ref
 from .pool import Full, Stream
 from .requests import Completion, NewSession, Wrong, new_session, session_id
-from .sampler import Sampling
 from .sessions import ID, Entry, Session, SessionError, Sessions, continued
 from .text import decoded
 from .worker import Worker
