@@ -103,6 +103,8 @@ class Attention(nn.Module, Generic[S]):
     """the mechanism that this one replaces in a model with these positions"""
     kernels: ClassVar[tuple[str, ...]] = ()
     """the families of CPU kernels that a call uses if there are several: their first call compiles them in parallel"""
+    joinable: ClassVar[bool] = True
+    """whether states after different numbers of tokens can be rows of one state, as in a pool of streams"""
     states: tuple[type, ...] = ()
     """the NamedTuples that self-attention takes and returns as state"""
     contexts: ClassVar[tuple[type, ...]] = ()
