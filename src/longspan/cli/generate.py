@@ -123,7 +123,7 @@ def run(args) -> int:
     targets.refuse(
         args, targets.SOURCES, f"requires an encoder-decoder; {args.folder} holds a decoder, which reads no source"
     )
-    options = sampling_options(args, 1.0)
+    options = sampling_options(args, 1.0, args.seed)
     shape = trained.shape(model, name)
     if not shape.grid:
         targets.check_beams(args)

@@ -217,7 +217,7 @@ def add_sampling_options(parser: Parser) -> None:
         parser.add_argument(f"--{one.name}", type=Number(one.kind, 0, one.high), default=default, help=text)
 
 
-def sampling_options(args: Any, temperature: float) -> dict[str, Any]:
-    """Return the options of ``Sampling`` and the seed, with this temperature where none is given."""
+def sampling_options(args: Any, temperature: float, seed: int) -> dict[str, Any]:
+    """Return the options of ``Sampling``, with this temperature where none is given."""
     given = {name: getattr(args, name) for name in DRAWS}
-    return given if given["temperature"] is not None else {**given, "temperature": temperature}
+    return given | {"seed": seed, "temperature": temperature if args.temperature is None else args.temperature}

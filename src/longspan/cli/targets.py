@@ -106,7 +106,7 @@ def _targets(model: Any, sources: list[list[int]], steps: int, numbers: bool, ar
         rows = found.tokens.flatten(0, 1).tolist()
         scores = [f"{score:.4f}\t" * (args.n_best > 1) for score in found.scores.flatten().tolist()]
     else:
-        rows = generate(model, **given, **{**sampling_options(args, 0.0), "seed": seed}).tolist()
+        rows = generate(model, **given, **sampling_options(args, 0.0, seed)).tolist()
         scores = [""] * len(rows)
     return [score + _words(row, stop, numbers) for score, row in zip(scores, rows, strict=True)]
 

@@ -108,7 +108,7 @@ class Likelihood(ABC):
             ordered, order = scores.sort(dim=-1, descending=True, stable=True)
             kept, _ = keep_likely(ordered, sampling)
             keep = torch.zeros_like(kept).scatter(-1, order, kept)
-        return _draw(scores, values_of(sampling, lambda way: way.temperature, scores), keep, generator)
+        return _draw(scores, float(values_of(sampling, lambda way: way.temperature, scores)), keep, generator)
 
     def _outputs(self, outputs: Tensor) -> Tensor:
         if outputs.ndim < 1 or outputs.shape[-1] != self.size or not outputs.is_floating_point():

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar, cast
 
 from .._utils.typecheck import check_fields
 
@@ -151,7 +151,7 @@ class Option(NamedTuple):
         return f"{self.description[0].upper()}{self.description[1:]}."
 
 
-OPTIONS = tuple(Option(one.name, one.default, **one.metadata) for one in fields(Sampling) if one.metadata)
+OPTIONS = tuple(Option(one.name, cast(float, one.default), **one.metadata) for one in fields(Sampling) if one.metadata)
 
 
 def with_sampling_options(call: F) -> F:

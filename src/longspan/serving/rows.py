@@ -35,8 +35,9 @@ class Rows:
             self.state = states.fix_capacity(empty, capacity) if self.fixed else empty
             if not self.fixed and states.nbytes(model.init_state(1, 1)) != states.nbytes(model.init_state(1, 2)):
                 raise ValueError("this model's state keeps every token; pass capacity=, the most tokens of a stream")
-        native = isinstance(model, Decoder) and forced_backend() in NATIVE and not Engine.why_not(model)
-        self.engine = Engine(model) if native else None
+        self.engine: Engine | None = None
+        if isinstance(model, Decoder) and forced_backend() in NATIVE and not Engine.why_not(model):
+            self.engine = Engine(model)
         self.streams: list[Stream] = []
         self.next_tokens: list[int] = []  # the token that each row reads next
         self._live: DecoderState | None = None  # the rows that the engine returned, while no stream came or went
