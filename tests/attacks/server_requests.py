@@ -24,8 +24,8 @@ FIELDS: dict[str, tuple[list[Any], list[Any]]] = {
         [[-1], [256], [2**53], [HUGE], [1.0], [True], 3, {}, None, [None], "\ud800", ["a"] * (2 * SLOTS + 1), [[[]]]],
     ),
     "temperature": (
-        [0, -0.0, SMALLEST, 1e-9, BELOW_ONE, 1, 100, None],
-        [-SMALLEST, 100.001, 2**53, HUGE, True, "1", [1], {}],
+        [0, -0.0, SMALLEST, 1e-9, BELOW_ONE, 1, 100, 1e6, None],
+        [-SMALLEST, 1e6 + 1e-9, 2**53, HUGE, True, "1", [1], {}],
     ),
     "top_p": ([1e-9, BELOW_ONE, 1, 0.5, None], [0, SMALLEST, 1 + 2.0**-52, 2**53, -HUGE, False, "1"]),
     "top_k": ([0, 1, 2, 256, 257, 2**31, None], [-1, 2**31 + 1, 2**53, HUGE, 1.0, True, "1"]),

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan.models.likelihood import Categorical, Likelihood, Logistics, _kept, build
+from longspan.models import sampling
+from longspan.models.likelihood import Categorical, Likelihood, Logistics, build
+from longspan.models.sampling import Sampling, SamplingOptions, keep_likely
 
 KINDS = [Categorical(17), Logistics(17), Categorical(256), Logistics(256, 3), Logistics(2, 1)]
 
@@ -210,7 +212,8 @@ def test_temperature_towards_infinity_is_uniform(temperature, dtype):
 def test_top_p_of_one_keeps_what_rounding_hides():
     # In fp32 the first level's mass rounds to 1, yet the others keep theirs.
     scores = torch.tensor([0.0, -18.0, -19.0, -20.0])
-    assert _kept(scores, 1.0, 3, 1.0).tolist() == [True, True, True, False]
+    kept, _ = keep_likely(scores, Sampling(top_k=3))
+    assert kept.tolist() == [True, True, True, False]
 
 
 def test_the_lower_of_equal_levels_goes_first():
@@ -298,5 +301,20 @@ def test_wrong_options_are_refused(kind, options, message):
 @pytest.mark.parametrize(("levels", "top_p", "kept"), [(2, 0.5, 1), (4, 0.5, 2), (4, 0.75, 3), (8, 0.125, 1)])
 def test_top_p_at_a_tie_keeps_the_smallest_set(levels, top_p, kept):
     """Where the mass of the levels so far is top_p exactly, the next one is not needed."""
-    stays = _kept(torch.zeros(levels, dtype=torch.float64), 1.0, 0, top_p)
+    stays, _ = keep_likely(torch.zeros(levels, dtype=torch.float64), Sampling(top_p=top_p))
     assert stays.tolist() == [True] * kept + [False] * (levels - kept)
+
+
+def test_the_tables_of_options_agree():
+    assert (
+        [one.name for one in sampling.OPTIONS] == [*SamplingOptions.__annotations__] == [*vars(Sampling(seed=1))][:-1]
+    )
+    for one in sampling.OPTIONS:
+        assert one.low <= one.default <= one.high
+        assert Sampling(**{one.name: one.low}) != Sampling(**{one.name: one.high})
+        assert one.sentence in (Sampling.__doc__ or "")
+        assert one.sentence in (Likelihood.sample.__doc__ or "")
+
+
+def test_no_top_k_is_all():
+    assert Sampling(top_k=None) == Sampling(top_k=0) == Sampling()

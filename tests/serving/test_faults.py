@@ -29,9 +29,9 @@ from pools import Failing, Wrapped, decoder  # noqa: E402
 from servers import Running, Scripted, gated, scripted, text_of, until  # noqa: E402
 
 from longspan import states  # noqa: E402
-from longspan.serving import Pool, Sampling, pool, server  # noqa: E402
+from longspan.serving import Pool, Sampling, pool, reader, reply, rows  # noqa: E402
 from longspan.serving.guard import Access  # noqa: E402
-from longspan.serving.requests import FIELDS, MOST_PROMPTS, MOST_STOP_CHARACTERS, completion  # noqa: E402
+from longspan.serving.requests import FIELDS, MOST_PROMPTS, MOST_STOP_CHARACTERS, RequestError, completion  # noqa: E402
 from longspan.serving.server import Limits  # noqa: E402
 from longspan.serving.text import Bytes  # noqa: E402
 
@@ -279,7 +279,7 @@ def test_a_prompt_of_64_kb_delays_a_token_by_one_piece():
 
 
 def test_a_comment_keeps_a_silent_stream_open(monkeypatch):
-    monkeypatch.setattr(server, "PING", 0.05)
+    monkeypatch.setattr(reply, "PING", 0.05)
     with gated() as (running, _):
         client = ask(running, prompt="a", max_tokens=3, stream=True)
         found = b""
@@ -295,8 +295,8 @@ def test_an_error_of_one_stream_is_not_that_of_others(monkeypatch):
             raise ValueError("the seed of the beast")
         return real(scores, rows, positions)
 
-    real = pool.sample
-    monkeypatch.setattr(pool, "sample", sample)
+    real = rows.sample
+    monkeypatch.setattr(rows, "sample", sample)
     with gated() as (running, gate):
         expected = text_of(running.alone("good", 9))
         assert "\xff" not in expected
@@ -396,7 +396,7 @@ def test_states_of_waiting_prompts_are_made_when_they_are_read():
     crowd = Pool(decoder(attention="softmax"), slots=2, capacity=50)
     for _ in range(20):
         crowd.submit([1], max_new_tokens=3)
-    assert all(job.state is None for job in crowd._waiting)
+    assert all(job.state is None for job in crowd._reader.waiting)
 
 
 def test_long_prompts_in_the_cache_take_no_more_memory_than_it_has():
@@ -451,7 +451,7 @@ def _hang_up(running, count, seed):
 def _leftovers(running):
     """Objects that a request needs and that should have gone with it."""
     gc.collect()
-    return len(_objects(pool.Stream, pool._Reading, server._Choice, asyncio.Queue, asyncio.Task))
+    return len(_objects(pool.Stream, reader.Prompt, reply.Reply, reply.Choice, asyncio.Queue, asyncio.Task))
 
 
 def _objects(*kinds):
@@ -760,7 +760,7 @@ def test_values_of_openai_that_change_nothing_are_accepted(shared):
 
 SMALLEST, EPSILON = 5e-324, 2.0**-53
 EXTREMES = {
-    "temperature": [0, -0.0, -SMALLEST, 1 - EPSILON, 100, 100 + 1e-13, 2**53, 10**400, 1e300],
+    "temperature": [0, -0.0, -SMALLEST, 1 - EPSILON, 1e6, 1e6 + 1e-9, 2**53, 10**400, 1e300],
     "top_p": [0, -0.0, SMALLEST, 1e-9, 1 - EPSILON, 1, 1 + 2 * EPSILON, 2**53, 10**400],
     "top_k": [0, -1, 1, 2**31, 2**31 + 1, 2**53, 2**63, 10**400, 1.0, -0.0],
     "seed": [0, -(2**63), 2**63 - 1, 2**63, 2**53 + 1, -(2**63) - 1, 10**400, 1.0, -0.0],
@@ -874,12 +874,12 @@ def test_an_error_of_the_server_has_the_form_of_others(monkeypatch):
         raise KeyError("a bug")
 
     with Running() as running:
-        monkeypatch.setattr(server, "completion", broken)
+        monkeypatch.setattr("longspan.serving.server.completion", broken)
         answer = running.post(prompt="a")
         assert answer.status_code == 500
         assert answer.json()["error"]["code"] == "internal_error"
         assert "a bug" not in answer.text
-        monkeypatch.setattr(server, "completion", completion)
+        monkeypatch.setattr("longspan.serving.server.completion", completion)
         assert works(running)
 
 
@@ -889,12 +889,12 @@ def test_an_error_of_the_server_has_the_form_of_others(monkeypatch):
 def test_the_description_has_the_bounds_that_are_checked(shared):
     document = httpx.get(f"{shared.url}/openapi.json").json()
     known = document["components"]["schemas"]["Completion"]["properties"]
-    options = {"model": "tiny", "codec": Bytes(), "vocab": 256, "most": Limits().tokens}
+    options = {"model": "tiny", "codec": Bytes(), "vocab": 256, "max_tokens": Limits().tokens}
 
     def accepts(**body):
         try:
             completion(body, **options)
-        except server.Wrong:
+        except RequestError:
             return False
         return True
 

@@ -127,7 +127,9 @@ class Machine(RuleBasedStateMachine):
         self.pool.run()
         self.spoil()
         assert self.pool.idle
-        assert not any((self.pool.rows, self.pool._next, self.pool._waiting, self.pool._reading))
+        assert not any(
+            (self.pool.rows, self.pool._rows.next_tokens, self.pool._reader.waiting, self.pool._reader.reading)
+        )
         self.check_finished()
         assert all(stream.finished for stream in self.streams)
 
@@ -153,16 +155,16 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def books(self):
         live, pool = list(self.pool.rows), self.pool
-        assert pool.live == len(live) == len(set(live)) == len(pool._next)
-        assert pool.live + sum(len(job.streams) for job in pool._reading) <= SLOTS
-        jobs = [stream for job in (*pool._waiting, *pool._reading) for stream in job.streams]
+        assert pool.live == len(live) == len(set(live)) == len(pool._rows.next_tokens)
+        assert pool.live + sum(len(job.streams) for job in pool._reader.reading) <= SLOTS
+        jobs = [stream for job in (*pool._reader.waiting, *pool._reader.reading) for stream in job.streams]
         # No stream is lost, and none is in two places.
         unfinished = [stream for stream in self.streams if stream.finished is None]
         assert len(live) + len(jobs) == len(unfinished)
         assert {*live, *jobs} == set(unfinished)
         assert pool.waiting == len(jobs) == sum(not stream.tokens for stream in unfinished)
         # A row's state has read all of its tokens but the last.
-        for stream, place, token in zip(live, pool.state.position.tolist(), pool._next, strict=False):
+        for stream, place, token in zip(live, pool.state.position.tolist(), pool._rows.next_tokens, strict=False):
             assert place == len(self.histories[stream]) + len(stream.tokens) - 1
             assert token == stream.tokens[-1]
         for t in pytree.tree_leaves(pool.state):
@@ -172,9 +174,9 @@ class Machine(RuleBasedStateMachine):
     def memory(self):
         pool = self.pool
         snapshots = list(pool.prefixes._kept.values())
-        owners = [pool.state, *(job.state for job in pool._reading if job.state is not None)]
+        owners = [pool.state, *(job.state for job in pool._reader.reading if job.state is not None)]
         owners += [one.state for one in snapshots] + [stream.state for stream in self.kept]
-        owners += [job.state for job in pool._waiting if job.state is not None]
+        owners += [job.state for job in pool._reader.waiting if job.state is not None]
         leaves = [t for owner in owners for t in pytree.tree_leaves(owner)]
         assert not overlap(*leaves, *(one.outputs for one in snapshots))
         assert pool.prefixes.nbytes == sum(one.nbytes for one in snapshots) <= pool.prefixes.limit

@@ -15,7 +15,8 @@ import pools  # noqa: E402
 from pools import Failing  # noqa: E402
 from servers import Gate, Running, gated, scripted, text_of, until  # noqa: E402
 
-from longspan.serving import server  # noqa: E402
+from longspan.serving import reply  # noqa: E402
+from longspan.serving.reply import Reply  # noqa: E402
 
 NONE = "sess-" + "0" * 32
 GREEDY = {"model": "tiny", "temperature": 0}
@@ -226,16 +227,16 @@ def test_clients_that_leave_at_every_stage_are_counted_once():
 
 def test_a_stream_is_not_held_back_on_its_way(monkeypatch):
     """No proxy may keep or pack it, and comments are sent while no token is drawn."""
-    pings, pieces = [], server.Server._pieces_of_one
+    pings, pieces = [], Reply._pieces_of_one
 
-    async def counted(self, asked, choice):
-        async with contextlib.aclosing(pieces(self, asked, choice)) as found:
+    async def counted(self, choice):
+        async with contextlib.aclosing(pieces(self, choice)) as found:
             async for some in found:
                 pings.extend([()] * (not some))
                 yield some
 
-    monkeypatch.setattr(server, "PING", 0.02)
-    monkeypatch.setattr(server.Server, "_pieces_of_one", counted)
+    monkeypatch.setattr(reply, "PING", 0.02)
+    monkeypatch.setattr(Reply, "_pieces_of_one", counted)
     with gated(model=decoder()) as (running, gate), connected(running) as client:
         raw = client.completions.with_raw_response.create(prompt="a", max_tokens=5, stream=True, **GREEDY)
         assert raw.headers["content-type"].startswith("text/event-stream")

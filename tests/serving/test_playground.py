@@ -13,6 +13,7 @@ from servers import Running, until
 
 from browser import Browser, chromium
 from longspan.cli import main
+from longspan.models.sampling import OPTIONS
 from longspan.serving.guard import Access
 
 httpx = pytest.importorskip("httpx")
@@ -182,6 +183,18 @@ def test_the_command_knows_the_images_of_a_model(monkeypatch, options, status):
     assert page.status_code == status
     about = models.json()["data"][0]["longspan"]
     assert (about["kind"], about["width"], about["height"], about["vocab"]) == ("image", 28, 28, 256)
+
+
+def test_every_option_of_sampling_is_offered(browser, running):
+    with opened(browser, running) as page:
+        page.until("!$('form').hidden")
+        for one in OPTIONS:
+            assert page.js(f"[$('{one.name}').value, $('{one.name}').min, $('{one.name}').max].map(Number)") == [
+                one.default,
+                one.low,
+                one.high,
+            ]
+        assert page.js("sampling()") == {one.name: one.default for one in OPTIONS}
 
 
 def test_text_appears_as_it_is_drawn_and_stops(browser):

@@ -54,10 +54,13 @@ def test_greedy_streams_in_a_crowd_equal_those_alone(attention):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_readings_together_copy_a_limited_number_of_states(rows, monkeypatch):
     model, given, read = decoder(), prompts(10), []
-    monkeypatch.setattr("longspan.serving.pool.COPIED", rows * states.nbytes(model.init_state(1)))
+    monkeypatch.setattr("longspan.serving.reader.COPIED", rows * states.nbytes(model.init_state(1)))
     crowd = pool(model, slots=5, prefill=40)
-    together = crowd._read_together
-    monkeypatch.setattr(crowd, "_read_together", lambda jobs: (read.append(len(jobs)), together(jobs)))
+    reader = crowd._reader
+    read_in_one_call = reader._read_in_one_call
+    monkeypatch.setattr(
+        reader, "_read_in_one_call", lambda prompts: (read.append(len(prompts)), read_in_one_call(prompts))
+    )
     streams = [crowd.submit(prompt, max_new_tokens=9, sampling=GREEDY)[0] for prompt in given]
     crowd.run()
     assert max(read) == rows
@@ -590,6 +593,12 @@ def test_tokens_of_every_integer_type_are_read(tokens):
     whole = [int(token) for token in (tokens[0] if np.ndim(tokens) == 2 else tokens)]
     assert stream.tokens == alone(model, whole, 4)
     assert {type(number) for number in (*stream.prompt, stream.max_new_tokens, stream.top)} == {int}
+
+
+@pytest.mark.parametrize("attention", ["informer(factor=1)", "linear; sinkhorn(block=5)"])
+def test_an_attention_whose_states_cannot_be_joined_is_refused(attention):
+    with pytest.raises(ValueError, match="cannot serve (informer|sinkhorn), .*; use longspan.generate"):
+        pool(decoder(attention))
 
 
 def test_a_stream_of_several_is_refused():

@@ -131,6 +131,8 @@ class Attention(nn.Module, Generic[S]):
     parallel_by: ClassVar[str] = ""
     """what a call sees of other shards of its row: ``sums`` (of all, by one exchange), ``tokens`` (the last or all, if
     the call has no state), or ``""``: the state is handed from shard to shard. A subclass does not inherit it"""
+    joinable: ClassVar[bool] = True
+    """whether states after different numbers of tokens can be rows of one state, as in a pool of streams"""
     states: tuple[type, ...] = ()
     """the NamedTuples that self-attention takes and returns as state"""
     contexts: ClassVar[tuple[type, ...]] = ()

@@ -68,7 +68,7 @@ class Informer(Attention[InformerState]):
         2021,
     )
     examples = ("informer(factor=1)", "informer(factor=2)")
-    states = (InformerState,)
+    joinable, states = False, (InformerState,)
 
     def __init__(
         self, dim: int, heads: int, *, causal: bool = True, layer: int = 0, factor: int = 5, published: bool = False

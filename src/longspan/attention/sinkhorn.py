@@ -58,7 +58,7 @@ class Sinkhorn(Attention[SortedBlocks]):
         2020,
     )
     examples = ("sinkhorn(block=5, iterations=3)", "sinkhorn(block=3, iterations=0, temperature=0.3)")
-    states = (SortedBlocks,)
+    joinable, states = False, (SortedBlocks,)
 
     def __init__(
         self,

@@ -8,7 +8,19 @@ import time
 from pathlib import Path
 
 from .._utils import signals
-from .parser import BEAMS, MODEL, SEEDS, Parser, make, model_help, natural_int, number, positive_int
+from .parser import (
+    BEAMS,
+    MODEL,
+    SEEDS,
+    Parser,
+    add_sampling_options,
+    make,
+    model_help,
+    natural_int,
+    number,
+    positive_int,
+    sampling_options,
+)
 
 HELP = model_help("mnist, text") + "; of a run, its best checkpoint is used"
 MEMORY = "--count, --beams or --tokens"
@@ -46,20 +58,7 @@ def parser() -> Parser:
     )
     parser.add_argument("--count", type=positive_int(100_000), default=64, help="images: number of images")
     parser.add_argument("--seed", type=natural_int(SEEDS), default=0, help="seed of the samples")
-    parser.add_argument(
-        "--temperature",
-        type=number(1e6),
-        default=None,
-        help="sampling temperature: sharper below 1, flatter above 1; 0: greedy decoding. By default 1, and 0 for the "
-        "target of a source",
-    )
-    parser.add_argument("--top_k", type=natural_int(), default=0, help="sample from the N most likely tokens; 0: all")
-    parser.add_argument(
-        "--top_p",
-        type=number(1.0),
-        default=1.0,
-        help="sample from the most likely tokens whose probabilities add up to X; 1: all",
-    )
+    add_sampling_options(parser)
     parser.add_argument(
         "--complete",
         type=str,
@@ -124,8 +123,7 @@ def run(args) -> int:
     targets.refuse(
         args, targets.SOURCES, f"requires an encoder-decoder; {args.folder} holds a decoder, which reads no source"
     )
-    temperature = 1.0 if args.temperature is None else args.temperature
-    options = {"temperature": temperature, "top_k": args.top_k, "top_p": args.top_p, "seed": args.seed}
+    options = sampling_options(args, 1.0, args.seed)
     shape = trained.shape(model, name)
     if not shape.grid:
         targets.check_beams(args)

@@ -12,6 +12,7 @@ from .._utils import terminal
 from .._utils.aliases import suggestion
 from .._utils.spec import known
 from .._utils.typecheck import format_value
+from ..models.sampling import OPTIONS
 
 LONGEST = 400  # characters of a message
 FEW = 30  # options that a message lists in addition to a guess
@@ -23,6 +24,7 @@ LONG = 1e9  # the largest number of seconds, or of MB
 HUGE = 1e19  # the largest number of any other kind
 SEEDS = 2**63 - 1  # the largest seed: torch's generators take 64 bits
 MODEL = "MODEL"  # the metavar of a trained model in every command
+DRAWS = {option.name: option.default for option in OPTIONS} | {"temperature": None, "seed": 0}  # defaults of sampling
 
 
 METAVARS = {int: "N", float: "X"}  # of numeric options without a metavar
@@ -204,3 +206,18 @@ def model_help(names: str = "") -> str:
 def kebab(option: str) -> str:
     """An option with hyphens: ``--run.save-every`` for ``--run.save_every``. Both spellings are accepted."""
     return option.replace("_", "-")
+
+
+def add_sampling_options(parser: Parser) -> None:
+    """Add the options of ``Sampling``. The temperature's default depends on the model."""
+    for one in OPTIONS:
+        default = DRAWS[one.name]
+        text = one.description if default is not None else f"{one.description}. By default 1, and 0 for a target"
+        # Sampling itself refuses numbers between 0 and its lower bound, and says why.
+        parser.add_argument(f"--{one.name}", type=Number(one.kind, 0, one.high), default=default, help=text)
+
+
+def sampling_options(args: Any, temperature: float, seed: int) -> dict[str, Any]:
+    """Return the options of ``Sampling``, with this temperature where none is given."""
+    given = {name: getattr(args, name) for name in DRAWS}
+    return given | {"seed": seed, "temperature": temperature if args.temperature is None else args.temperature}

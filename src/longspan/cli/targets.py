@@ -8,10 +8,9 @@ from typing import Any
 
 from .._utils import atomic_io, signals
 from ..data import pairs
-from .parser import kebab
+from .parser import DRAWS, kebab, sampling_options
 
 BATCH = 32  # sources decoded together
-DRAWS = {"temperature": None, "top_k": 0, "top_p": 1.0, "seed": 0}
 IMAGES = {"out": "", "count": 64, "complete": "", "top": 0.5}
 TEXT = {"prompt": "", "stop": ""}
 SEARCH = {"beams": 0, "n_best": 1, "length_penalty": 0.0}
@@ -107,8 +106,7 @@ def _targets(model: Any, sources: list[list[int]], steps: int, numbers: bool, ar
         rows = found.tokens.flatten(0, 1).tolist()
         scores = [f"{score:.4f}\t" * (args.n_best > 1) for score in found.scores.flatten().tolist()]
     else:
-        drawn = {"temperature": args.temperature or 0.0, "top_k": args.top_k, "top_p": args.top_p, "seed": seed}
-        rows = generate(model, **given, **drawn).tolist()
+        rows = generate(model, **given, **sampling_options(args, 0.0, seed)).tolist()
         scores = [""] * len(rows)
     return [score + _words(row, stop, numbers) for score, row in zip(scores, rows, strict=True)]
 

@@ -1,7 +1,7 @@
 """Sampling, one decode step per token, and the log-likelihood of given sequences."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -11,6 +11,7 @@ from .._utils.aliases import hinted
 from .._utils.typecheck import check_type, format_value
 from ..attention.validation import check_mask
 from ..models.decoder import Decoder, DecoderState
+from ..models.sampling import Sampling, SamplingOptions, with_sampling_options
 from ..models.seq2seq import Seq2Seq
 from ..ops.buffers import reuse_pages
 from ..states import fix_capacity, nbytes
@@ -63,13 +64,11 @@ def generate(
     source: Tensor | None = None,
     source_mask: Tensor | None = None,
     prefix: bool = False,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
     seed: int | None = None,
     stop: int | None = None,
     stream: Literal[False] = False,
     cuda_graph: bool | None = None,
+    **options: Unpack[SamplingOptions],
 ) -> Tensor: ...
 
 
@@ -84,17 +83,16 @@ def generate(
     source: Tensor | None = None,
     source_mask: Tensor | None = None,
     prefix: bool = False,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
     seed: int | None = None,
     stop: int | None = None,
     stream: Literal[True],
     cuda_graph: bool | None = None,
+    **options: Unpack[SamplingOptions],
 ) -> Iterator[Tensor]: ...
 
 
 @hinted
+@with_sampling_options
 def generate(
     model: Decoder | Seq2Seq,
     prompt: Tensor | None = None,
@@ -105,13 +103,11 @@ def generate(
     source: Tensor | None = None,
     source_mask: Tensor | None = None,
     prefix: bool = False,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
     seed: int | None = None,
     stop: int | None = None,
     stream: bool = False,
     cuda_graph: bool | None = None,
+    **options: Unpack[SamplingOptions],
 ) -> Tensor | Iterator[Tensor]:
     """Generate up to ``max_new_tokens`` tokens for every sequence.
 
@@ -124,14 +120,12 @@ def generate(
         source: (B, M) int64, the source of a ``Seq2Seq``.
         source_mask: (B, M) bool, where sources differ in length.
         prefix: Let the start token and the prompt see each other, for models trained with ``prefix=``.
-        temperature: Sharpens the distribution below 1 and flattens it above; 0 takes the most likely token.
-        top_k: Samples from the k most likely tokens; None or 0 samples from all.
-        top_p: Samples from the most likely tokens that reach this probability; 1 samples from all.
         seed: Makes the samples reproducible, independent of the global generator.
         stop: A row that has drawn this token repeats it; generation ends when every row has drawn it.
         stream: Return an iterator that yields the next token of every sequence, (B,) int64, as it is drawn.
         cuda_graph: Capture the decode step in a CUDA graph, and replay it for each token. None: on a CUDA device, if
             the model's step can be captured and there are more than 32 tokens to generate.
+        **options: As in ``longspan.serving.Sampling``.
 
     Returns:
         The new tokens, (B, T) int64 with T at most ``max_new_tokens``; with ``stream=True`` an iterator of (B,) int64.
@@ -160,12 +154,10 @@ def generate(
     reuse_pages()
     for name, value in (("max_new_tokens", max_new_tokens), ("batch", batch)):
         check_type(name, value, int)
-    for name, value in (("temperature", temperature), ("top_p", top_p)):
-        check_type(name, value, float)
-    check_type("top_k", top_k, int | None)
     check_type("stop", stop, int | None)
     check_type("seed", seed, int | None)
     check_type("cuda_graph", cuda_graph, bool | None)
+    sampling = Sampling(**options)
     if cuda_graph and (reason := static_step.why_not(model)):
         raise ValueError(f"cuda_graph=True cannot capture the decode step: {reason}; pass cuda_graph=None or False")
     if source is not None:
@@ -190,13 +182,8 @@ def generate(
         )
     if stop is not None and not 0 <= stop < model.start:
         raise ValueError(f"stop={stop} is not a token; this model has 0 to {model.start - 1}")
-    options = {"temperature": temperature, "top_k": top_k or 0, "top_p": top_p}
     if source is None and isinstance(model, Decoder):
         afford_rows(model, len(prompt), prompt.shape[1] + tokens, f"the states of {len(prompt)} sequences")
-    # Sample once from a flat distribution, so that invalid options raise now and not at the first token.
-    model.likelihood.sample(
-        torch.zeros(1, model.likelihood.size), **options, generator=torch.Generator().manual_seed(0)
-    )
     outputs, state, step = begun(model, prompt, mask, source, source_mask, tokens, prefix=prefix)
     # Packing the weights takes as long as a few decode steps.
     if isinstance(model, Decoder) and tokens > FEW and not Engine.why_not(model):
@@ -210,7 +197,7 @@ def generate(
         step = static_step.StaticStep(step, static_step.capture_cuda_graph)
     generator = None if seed is None else torch.Generator(device).manual_seed(seed)
     every = STOP_EVERY if waits and not stream else 1
-    drawn = _tokens(model, step, outputs, state, tokens, options, generator, stop, every)
+    drawn = _tokens(model, step, outputs, state, tokens, sampling, generator, stop, every)
     if stream:
         return drawn
     columns = list(drawn)
@@ -280,11 +267,11 @@ def begun(
     return outputs[:, -1], state, lambda token, state: model.step(token, state, donate=True)
 
 
-def _tokens(model, step, outputs, state, tokens, options, generator, stop, every) -> Iterator[Tensor]:
+def _tokens(model, step, outputs, state, tokens, sampling, generator, stop, every) -> Iterator[Tensor]:
     """Draw up to ``tokens`` tokens; all rows may have drawn ``stop`` up to ``every`` - 1 tokens before the last one."""
     done = torch.zeros(len(outputs), dtype=torch.bool, device=outputs.device)
     for i in range(tokens):
-        token = model.likelihood.sample(outputs, **options, generator=generator)
+        token = model.likelihood.draw(outputs, sampling, generator)
         if stop is not None:
             token = token.masked_fill(done, stop)
             done = done | (token == stop)

@@ -5,12 +5,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Unpack
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from .._utils import spec, typecheck
+from .sampling import Sampling, SamplingOptions, keep_likely, values_of, with_sampling_options
 
 
 @dataclass(frozen=True)
@@ -67,14 +69,9 @@ class Likelihood(ABC):
         """
         return self._table(self._outputs(outputs)).log_softmax(-1)
 
+    @with_sampling_options
     def sample(
-        self,
-        outputs: Tensor,
-        *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        generator: torch.Generator | None = None,
+        self, outputs: Tensor, *, generator: torch.Generator | None = None, **options: Unpack[SamplingOptions]
     ) -> Tensor:
         """Sample one token per row.
 
@@ -83,38 +80,35 @@ class Likelihood(ABC):
 
         Args:
             outputs: (..., size), any floating-point dtype.
-            temperature: Probabilities are raised to the power 1/temperature and renormalized; 0 takes the mode.
-            top_k: Samples from the k most probable levels; 0, or ``levels`` and more, samples from all.
-            top_p: Samples from the smallest set of most probable levels whose mass reaches top_p; 1 samples from all.
             generator: On the device of ``outputs``; None uses the global generator of the device.
+            **options: As in ``longspan.serving.Sampling``.
 
         Returns:
             (...) int64.
 
         Raises:
-            ValueError: For outputs of another size, a temperature that is negative or not finite, top_k < 0, and top_p
-                outside (0, 1].
+            ValueError: For outputs of another size, and an option out of range.
 
         References:
             Holtzman et al. 2020 (1904.09751), section 3.1, for top_p.
         """
+        return self.draw(outputs, Sampling(**options), generator)
+
+    def draw(self, outputs: Tensor, sampling: Sampling, generator: torch.Generator | None = None) -> Tensor:
+        """Sample one token per row, as ``sample`` does with these options; their seed is not used."""
         outputs = self._outputs(outputs)
-        if not 0 <= temperature < math.inf:
-            raise ValueError(f"temperature={temperature} must be a finite number >= 0; 0 takes the mode")
-        if top_k < 0:
-            raise ValueError(f"top_k={top_k} must be >= 0; 0 keeps all levels")
-        if not 0 < top_p <= 1:
-            raise ValueError(f"top_p={top_p} must be in (0, 1]; 1 keeps all levels")
-        if temperature == 0:
+        if sampling.temperature == 0:
             return self._table(outputs).argmax(-1)
-        if temperature == 1 and (top_k == 0 or top_k >= self.levels) and top_p == 1:
+        restricts = sampling.restricts(self.levels)
+        if sampling.temperature == 1 and not restricts:
             return self._sample(outputs, generator)
         scores = self._table(outputs)
-        # In the range of the scores' dtype: beyond it, a number is 0 or infinite, and its quotients are not numbers.
-        limits = torch.finfo(scores.dtype)
-        temperature, top_p = float(min(max(temperature, limits.tiny), limits.max)), max(top_p, limits.tiny)
-        keep = _kept(scores, temperature, top_k, top_p) if top_k or top_p < 1 else None
-        return _draw(scores, temperature, keep, generator)
+        keep = None
+        if restricts:
+            ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+            kept, _ = keep_likely(ordered, sampling)
+            keep = torch.zeros_like(kept).scatter(-1, order, kept)
+        return _draw(scores, float(values_of(sampling, lambda way: way.temperature, scores)), keep, generator)
 
     def _outputs(self, outputs: Tensor) -> Tensor:
         if outputs.ndim < 1 or outputs.shape[-1] != self.size or not outputs.is_floating_point():
@@ -241,16 +235,3 @@ def _draw(scores: Tensor, temperature: float, keep: Tensor | None, generator: to
     noise = race.clamp_(min=torch.finfo(race.dtype).tiny).log_()
     keys = scores / temperature - noise if temperature > 1 else scores - temperature * noise
     return (keys if keep is None else keys.masked_fill(~keep, -math.inf)).argmax(-1)
-
-
-def _kept(scores: Tensor, temperature: float, top_k: int, top_p: float) -> Tensor:
-    """The levels that top_k and top_p keep: ``(..., levels) -> (..., levels) bool``."""
-    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    if top_k:
-        ordered[..., top_k:] = -math.inf
-    stays = ordered > -math.inf
-    if top_p < 1:
-        share = ((ordered - ordered[..., :1]) / temperature).softmax(-1)
-        # A level stays if the mass before it is below top_p, so the first one always stays.
-        stays &= share.cumsum(-1) - share < top_p
-    return torch.zeros_like(stays).scatter(-1, order, stays)

@@ -1,9 +1,9 @@
 """Continuous batching: many streams of one model, each with a state of its own in a preallocated pool."""
 
+from ..models.sampling import Sampling
 from .adapters import Servable
 from .pool import Full, Pool, Stream
 from .prefix_cache import PrefixCache
-from .sampler import Sampling
 from .sessions import Session, SessionError, Sessions
 
 __all__ = [

@@ -22,7 +22,7 @@ BUSY = (
 
 
 class Bounds(Protocol):
-    """What a connection needs of ``server.Limits``."""
+    """What a connection needs of ``requests.Limits``."""
 
     @property
     def body(self) -> int: ...

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from .requests import Wrong
+from .requests import RequestError
 
 RETRY = 1  # seconds that a refused client should wait
 METHODS = ("GET", "POST", "DELETE")
@@ -49,17 +49,19 @@ class Access:
             if not re.fullmatch(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#@\s]+", origin.lower()):
                 raise ValueError(f"origin {origin!r} must be a scheme and a host, such as https://example.org")
 
-    def complaint(self, scope: Scope) -> Wrong | None:
+    def complaint(self, scope: Scope) -> RequestError | None:
         """Return what is wrong with where a request comes from or goes to; None if nothing is."""
         headers = dict(scope["headers"])
         host, origin = (headers.get(name, b"").decode("latin-1").lower() for name in (b"host", b"origin"))
         # Only programs leave the host out.
         if host and not self._has_host(_name(host)):
-            return Wrong(f"host {host[:100]!r} is not served here", status=403, code="host_not_allowed")
+            return RequestError(f"host {host[:100]!r} is not served here", status=403, code="host_not_allowed")
         # Behind a proxy with TLS the scheme differs.
         own = bool(host) and origin.partition("://")[2] == host
         if origin and not own and "*" not in self.origins and origin not in map(str.lower, self.origins):
-            return Wrong(f"pages of {origin[:100]!r} may not use this server", status=403, code="origin_not_allowed")
+            return RequestError(
+                f"pages of {origin[:100]!r} may not use this server", status=403, code="origin_not_allowed"
+            )
         return None
 
     def has_key(self, scope: Scope) -> bool:
@@ -116,13 +118,15 @@ class Guard:
             await self._refuse(wrong, {}, scope, receive, send)
         elif _has_two_lengths(scope):
             text = "a body has either a content-length or, from HTTP/1.1 on, a transfer-encoding"
-            await self._refuse(Wrong(text, code="two_lengths"), {"connection": "close"}, scope, receive, send)
+            await self._refuse(RequestError(text, code="two_lengths"), {"connection": "close"}, scope, receive, send)
         else:
             await self.keyed(scope, receive, send)
 
     async def _keyed(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] not in self.OPEN and not self.access.has_key(scope):
-            wrong = Wrong("the request needs the header Authorization: Bearer KEY", status=401, code="invalid_api_key")
+            wrong = RequestError(
+                "the request needs the header Authorization: Bearer KEY", status=401, code="invalid_api_key"
+            )
             await self._refuse(wrong, {}, scope, receive, send)
             return
 
@@ -133,7 +137,9 @@ class Guard:
         with contextlib.suppress(TimeoutError, ClientDisconnect):
             await self.app(scope, receive, patient)
 
-    async def _refuse(self, wrong: Wrong, headers: dict[str, str], scope: Scope, receive: Receive, send: Send) -> None:
+    async def _refuse(
+        self, wrong: RequestError, headers: dict[str, str], scope: Scope, receive: Receive, send: Send
+    ) -> None:
         self.count(wrong.status)
         answer = refused(wrong)
         answer.headers.update(headers)
@@ -146,13 +152,13 @@ def _has_two_lengths(scope: Scope) -> bool:
     return b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0")
 
 
-def refused(error: Wrong) -> Response:
+def refused(error: RequestError) -> Response:
     """Return an error in OpenAI's form."""
     headers = {"retry-after": str(RETRY)} if error.status == 429 else {}
     return JSONResponse({"error": error_body(error)}, error.status, headers)
 
 
-def error_body(error: Wrong) -> dict[str, Any]:
+def error_body(error: RequestError) -> dict[str, Any]:
     """Return the content of an error in OpenAI's form."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     param = error.param and error.param[:100].encode("utf-8", "replace").decode()

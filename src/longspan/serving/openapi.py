@@ -34,8 +34,10 @@ def document(server: Any, free: tuple[str, ...]) -> JSON:
             operations of their path, such as ``{"get": operation("The sessions", {"200": ...})}``.
         free: Paths that need no key.
     """
-    about = fields(model=server.name, text=server.codec is not None, vocab=server.pool.vocab, most=server.limits.tokens)
-    begun = session_fields(model=server.name, text=server.codec is not None, vocab=server.pool.vocab)
+    completion = fields(
+        model=server.name, text=server.codec is not None, vocab=server.pool.vocab, max_tokens=server.limits.tokens
+    )
+    session = session_fields(model=server.name, text=server.codec is not None, vocab=server.pool.vocab)
     paths: dict[str, JSON] = {
         "/v1/completions": {"post": _completions(server.codec is not None)},
         "/v1/models": {"get": operation("List the model.", {"200": content(ref("Models"))}, "401")},
@@ -64,7 +66,7 @@ def document(server: Any, free: tuple[str, ...]) -> JSON:
         "openapi": "3.1.0",
         "info": {"title": "longspan serve", "version": version("longspan")},
         "paths": paths,
-        "components": {"schemas": {**_SCHEMAS, "Completion": _body(about), "NewSession": _body(begun)}},
+        "components": {"schemas": {**_SCHEMAS, "Completion": _body(completion), "NewSession": _body(session)}},
     }
     if server.access.api_key:
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -129,8 +131,8 @@ def _completions(text: bool) -> JSON:
     return operation("Continue prompts.", {"200": whole}, *statuses, body=ref("Completion"))
 
 
-def _body(about: dict[str, JSON]) -> JSON:
-    return {"type": "object", "properties": about, "additionalProperties": False}
+def _body(properties: dict[str, JSON]) -> JSON:
+    return {"type": "object", "properties": properties, "additionalProperties": False}
 
 
 def _object(required: dict[str, JSON], **options: JSON) -> JSON:

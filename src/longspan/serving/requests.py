@@ -4,10 +4,10 @@ import json
 import random
 import reprlib
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from .sampler import Sampling
+from ..models.sampling import OPTIONS, Sampling
 from .sessions import ID
 
 MOST_STOPS = 4
@@ -28,14 +28,16 @@ FIELDS: dict[str, dict[str, Any]] = {
         "minimum": 0,
         "description": "The most tokens to draw; 0 requires echo.",
     },
-    "temperature": {"type": ["number", "null"], "default": 1.0, "minimum": 0.0, "maximum": 100.0},
-    "top_p": {"type": ["number", "null"], "default": 1.0, "minimum": 1e-9, "maximum": 1.0},
-    "top_k": {
-        "type": ["integer", "null"],
-        "default": 0,
-        "minimum": 0,
-        "maximum": 2**31,
-        "description": "Sample from the k most likely tokens; 0 samples from all.",
+    **{
+        option.name: {
+            "type": ["integer" if option.kind is int else "number", "null"],
+            "default": option.default,
+            "minimum": option.low,
+            "maximum": option.high,
+            "title": option.title,  # the playground offers the fields that have one
+            "description": option.sentence,
+        }
+        for option in OPTIONS
     },
     "n": {
         "type": ["integer", "null"],
@@ -92,14 +94,14 @@ FIELDS: dict[str, dict[str, Any]] = {
 }
 
 
-def fields(*, model: str, text: bool, vocab: int, most: int) -> dict[str, dict[str, Any]]:
+def fields(*, model: str, text: bool, vocab: int, max_tokens: int) -> dict[str, dict[str, Any]]:
     """Return each field of a body as JSON Schema, with the bounds of one server.
 
     Args:
         model: The name of the served model.
         text: Whether the model has text.
         vocab: Number of tokens.
-        most: The largest ``max_tokens``.
+        max_tokens: The largest ``max_tokens``.
     """
     tokens = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": vocab - 1}}
     one = {"type": "string"} if text else {"const": ""}
@@ -107,7 +109,7 @@ def fields(*, model: str, text: bool, vocab: int, most: int) -> dict[str, dict[s
     own: dict[str, dict[str, Any]] = {
         "model": {"const": model},
         "prompt": {"anyOf": [one, tokens, many], "default": ""},
-        "max_tokens": {"maximum": most},
+        "max_tokens": {"maximum": max_tokens},
         "logprobs": {"maximum": min(MOST_TOP, vocab)},
     }
     if not text:
@@ -117,7 +119,7 @@ def fields(*, model: str, text: bool, vocab: int, most: int) -> dict[str, dict[s
 
 def session_fields(*, model: str, text: bool, vocab: int) -> dict[str, dict[str, Any]]:
     """Return each field of a body of ``/v1/sessions`` as JSON Schema. Arguments as in ``fields``."""
-    known = fields(model=model, text=text, vocab=vocab, most=1)
+    known = fields(model=model, text=text, vocab=vocab, max_tokens=1)
     one, tokens, many = known["prompt"]["anyOf"]
     return {
         "model": known["model"],
@@ -130,7 +132,23 @@ def session_fields(*, model: str, text: bool, vocab: int) -> dict[str, dict[str,
     }
 
 
-class Wrong(Exception):
+@dataclass(frozen=True)
+class Limits:
+    """What one client may use."""
+
+    body: int = 1 << 20
+    """bytes of a request"""
+    tokens: int = 4096
+    """the largest max_tokens"""
+    slow: float = 30.0
+    """seconds within which a client must send the head of a request, then its body, and read what it is sent"""
+    backlog: int = 4096
+    """tokens of a stream that its client has not read yet, after which it is cancelled"""
+    connections: int = 1024
+    """open connections"""
+
+
+class RequestError(Exception):
     """A request that cannot be served: a message, the field, and a status."""
 
     def __init__(self, message: str, param: str | None = None, status: int = 400, code: str | None = None):
@@ -161,19 +179,19 @@ class Completion:
         """Whether the log-probabilities of the prompts are computed."""
         return self.echo and (self.logprobs is not None or self.max_tokens == 0)
 
-    def ways(self, index: int) -> list[Sampling]:
+    def samplings(self, index: int) -> list[Sampling]:
         """Return the options of each choice of a prompt; choices differ in their seed."""
         base = self.sampling
         first = base.seed + index * self.n
-        return [Sampling(base.temperature, base.top_k, base.top_p, _wrapped(first + i)) for i in range(self.n)]
+        return [replace(base, seed=_as_64_bits(first + i)) for i in range(self.n)]
 
 
-def _wrapped(seed: int) -> int:
+def _as_64_bits(seed: int) -> int:
     """A seed within 64 bits."""
     return (seed + 2**63) % 2**64 - 2**63
 
 
-def completion(body: Any, *, model: str, codec: Any, vocab: int, most: int) -> Completion:
+def completion(body: Any, *, model: str, codec: Any, vocab: int, max_tokens: int) -> Completion:
     """Check a body.
 
     Args:
@@ -181,43 +199,43 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, most: int) -> C
         model: The name of the served model.
         codec: Text to tokens, with ``encode``; None for a model without text.
         vocab: Number of tokens.
-        most: The largest ``max_tokens``.
+        max_tokens: The largest ``max_tokens``.
 
     Raises:
-        Wrong: For an unknown field, and values of another type or out of range.
+        RequestError: For an unknown field, and values of another type or out of range.
     """
-    known = fields(model=model, text=codec is not None, vocab=vocab, most=most)
-    _known(body, known, model)
-    _neutral(body, known)
+    known = fields(model=model, text=codec is not None, vocab=vocab, max_tokens=max_tokens)
+    _check_names(body, known, model)
+    _check_neutral(body, known)
     if not isinstance(body.get("user"), str | None):
-        raise Wrong(f"user={_shown(body['user'])} must be a string", "user")
+        raise RequestError(f"user={_short(body['user'])} must be a string", "user")
     numbers = {name: _number(body, name, known[name]) for name in known if "minimum" in known[name]}
     options = {} if body.get("stream_options") is None else body["stream_options"]
     allowed = known["stream_options"]["properties"]
     if not isinstance(options, dict) or options.keys() - allowed.keys():
-        raise Wrong(
-            f"stream_options={_shown(options)} must be an object with {', '.join(allowed)} only", "stream_options"
+        raise RequestError(
+            f"stream_options={_short(options)} must be an object with {', '.join(allowed)} only", "stream_options"
         )
-    _neutral(options, allowed)
+    _check_neutral(options, allowed)
     if (best := body.get("best_of")) is not None and not (_is_integer(best) and best == numbers["n"]):
-        raise Wrong(f"best_of={_shown(best)} is not supported with n={numbers['n']}; leave it out", "best_of")
+        raise RequestError(f"best_of={_short(best)} is not supported with n={numbers['n']}; leave it out", "best_of")
     echo, seed, given = _flag(body, "echo"), numbers["seed"], body.get("prompt", known["prompt"]["default"])
     prompts, session, later = _prompts(given, codec, vocab), body.get("session"), []
     if session is not None:
         if numbers["n"] != 1 or len(prompts) != 1:
-            raise Wrong(f"a session takes one prompt and n=1, not {len(prompts)} and n={numbers['n']}", "session")
+            raise RequestError(
+                f"a session takes one prompt and n=1, not {len(prompts)} and n={numbers['n']}", "session"
+            )
         session = session_id(session, "session")
         (later,) = _prompts(given, codec, vocab, more=True)
     if numbers["max_tokens"] == 0 and (not echo or session is not None):
-        raise Wrong("max_tokens=0 must be at least 1; 0 requires echo=true and no session", "max_tokens")
-    found = Completion(
+        raise RequestError("max_tokens=0 must be at least 1; 0 requires echo=true and no session", "max_tokens")
+    checked = Completion(
         prompts,
         numbers["max_tokens"],
         Sampling(
-            numbers["temperature"],
-            numbers["top_k"],
-            numbers["top_p"],
-            random.SystemRandom().randrange(2**62) if seed is None else seed,
+            **{option.name: numbers[option.name] for option in OPTIONS},
+            seed=random.SystemRandom().randrange(2**62) if seed is None else seed,
         ),
         numbers["n"],
         _stops(body.get("stop"), codec),
@@ -228,10 +246,12 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, most: int) -> C
         session or "",
         tuple(later),
     )
-    count = sum(map(len, prompts)) * found.n * (1 + (found.logprobs or 0))
-    if found.scores and count > MOST_SCORES:
-        raise Wrong(f"echo with logprobs would return {count} log-probabilities; the most are {MOST_SCORES}", "prompt")
-    return found
+    count = sum(map(len, prompts)) * checked.n * (1 + (checked.logprobs or 0))
+    if checked.scores and count > MOST_SCORES:
+        raise RequestError(
+            f"echo with logprobs would return {count} log-probabilities; the most are {MOST_SCORES}", "prompt"
+        )
+    return checked
 
 
 @dataclass(frozen=True)
@@ -247,33 +267,35 @@ class NewSession:
 
 def new_session(body: Any, *, model: str, codec: Any, vocab: int) -> NewSession:
     """Check a body of ``/v1/sessions``. Arguments and errors as in ``completion``."""
-    _known(body, session_fields(model=model, text=codec is not None, vocab=vocab), model)
+    _check_names(body, session_fields(model=model, text=codec is not None, vocab=vocab), model)
     given, source = body.get("prompt", ""), body.get("fork_from")
     prompts = _prompts(given, codec, vocab)
     if len(prompts) != 1:
-        raise Wrong(f"a session takes one prompt, not {len(prompts)}", "prompt")
+        raise RequestError(f"a session takes one prompt, not {len(prompts)}", "prompt")
     (later,) = _prompts(given, codec, vocab, more=True)
     return NewSession(tuple(prompts[0]), tuple(later), "" if source is None else session_id(source, "fork_from"))
 
 
 def session_id(value: Any, param: str | None = None) -> str:
-    """Return an ID of a session. Raises Wrong for anything else."""
+    """Return an ID of a session. Raises RequestError for anything else."""
     if not isinstance(value, str) or not ID.fullmatch(value):
-        raise Wrong(f"{_shown(value)} is not the ID of a session, which is sess- and 32 digits from 0 to f", param)
+        raise RequestError(
+            f"{_short(value)} is not the ID of a session, which is sess- and 32 digits from 0 to f", param
+        )
     return value
 
 
-def _known(body: Any, names: Iterable[str], model: str) -> None:
-    """Raise Wrong for a body that is not a JSON object, has unknown fields or names another model."""
+def _check_names(body: Any, names: Iterable[str], model: str) -> None:
+    """Raise RequestError for a body that is not a JSON object, has unknown fields or names another model."""
     if not isinstance(body, dict):
-        raise Wrong(f"the body must be a JSON object, not {type(body).__name__}")
+        raise RequestError(f"the body must be a JSON object, not {type(body).__name__}")
     names = list(names)
     if unknown := body.keys() - set(names):
         first = min(unknown)
-        raise Wrong(f"unknown field {_shown(first)}; known are {', '.join(names)}", first)
+        raise RequestError(f"unknown field {_short(first)}; known are {', '.join(names)}", first)
     if body.get("model", model) != model:
-        raise Wrong(
-            f"model {_shown(body['model'])} is not served here; this server has {model!r}",
+        raise RequestError(
+            f"model {_short(body['model'])} is not served here; this server has {model!r}",
             "model",
             404,
             "model_not_found",
@@ -284,62 +306,62 @@ def parsed(data: bytes | bytearray) -> Any:
     """Return the JSON of a body.
 
     Raises:
-        Wrong: For text that is not UTF-8, not JSON (NaN and Infinity are not), and objects that have a key twice.
+        RequestError: For text that is not UTF-8 or not JSON (NaN and Infinity are not), and objects that repeat a key.
     """
     try:
-        return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_number)
+        return json.loads(data.decode("utf-8"), object_pairs_hook=_without_repeats, parse_constant=_no_number)
     except UnicodeDecodeError as error:
-        raise Wrong(f"the body is not valid UTF-8: {error.reason} at byte {error.start}") from error
+        raise RequestError(f"the body is not valid UTF-8: {error.reason} at byte {error.start}") from error
     except (ValueError, RecursionError) as error:
-        raise Wrong(f"the body is not valid JSON: {error}") from error
+        raise RequestError(f"the body is not valid JSON: {error}") from error
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise Wrong(f"the body has {_shown(twice)} more than once", twice)
-    return found
+        raise RequestError(f"the body has {_short(twice)} more than once", twice)
+    return content
 
 
-def _neutral(given: dict[str, Any], known: dict[str, dict[str, Any]]) -> None:
-    """Raise Wrong for a value that would have an effect, of a field that has none here."""
+def _check_neutral(given: dict[str, Any], known: dict[str, dict[str, Any]]) -> None:
+    """Raise RequestError for a value that would have an effect, of a field that has none here."""
     for name, schema in known.items():
         value = given.get(name)
         if "enum" in schema and not any(
             value is one or (value == one and type(value) is not bool) for one in schema["enum"]
         ):
-            raise Wrong(f"{name}={_shown(value)} is not supported; leave it out", name)
+            raise RequestError(f"{name}={_short(value)} is not supported; leave it out", name)
 
 
 def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-def _shown(value: Any) -> str:
+def _short(value: Any) -> str:
     """A value in an error message, cut to a bounded length and depth."""
-    return _SHORT.repr(value)
+    return _REPR.repr(value)
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
-_SHORT.maxlevel = 3
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = _REPR.maxlong = 60
+_REPR.maxlevel = 3
 
 
 def _stops(given: Any, codec: Any) -> list[str]:
     stop = [given] if isinstance(given, str) else [] if given is None else given
     if not isinstance(stop, list) or len(stop) > MOST_STOPS or not all(isinstance(one, str) and one for one in stop):
-        raise Wrong(f"stop must be a string or up to {MOST_STOPS} of them, none empty", "stop")
+        raise RequestError(f"stop must be a string or up to {MOST_STOPS} of them, none empty", "stop")
     if longest := max((len(one) for one in stop if len(one) > MOST_STOP_CHARACTERS), default=0):
-        raise Wrong(f"stop has a string of {longest} characters; the most are {MOST_STOP_CHARACTERS}", "stop")
+        raise RequestError(f"stop has a string of {longest} characters; the most are {MOST_STOP_CHARACTERS}", "stop")
     if stop and codec is None:
-        raise Wrong("stop needs a model of text", "stop")
+        raise RequestError("stop needs a model of text", "stop")
     for one in stop:
         try:
             one.encode()
         except UnicodeEncodeError as error:
-            raise Wrong(f"stop is not valid Unicode: {error.reason}", "stop") from error
+            raise RequestError(f"stop is not valid Unicode: {error.reason}", "stop") from error
     return stop
 
 
@@ -348,30 +370,30 @@ def _prompts(given: Any, codec: Any, vocab: int, more: bool = False) -> list[lis
     if isinstance(given, str) or (isinstance(given, list) and all(map(_is_integer, given))):
         given = [given]
     if not isinstance(given, list) or not given:
-        raise Wrong("prompt must be a text, a list of tokens, or a list of either", "prompt")
+        raise RequestError("prompt must be a text, a list of tokens, or a list of either", "prompt")
     if len(given) > MOST_PROMPTS:
-        raise Wrong(f"prompt has {len(given)} prompts; the most are {MOST_PROMPTS}", "prompt")
-    found = []
+        raise RequestError(f"prompt has {len(given)} prompts; the most are {MOST_PROMPTS}", "prompt")
+    prompts = []
     for one in given:
         if isinstance(one, str):
             if codec is None:
                 if one:
-                    raise Wrong("this model has no text; pass the prompt as a list of tokens", "prompt")
-                found.append([])
+                    raise RequestError("this model has no text; pass the prompt as a list of tokens", "prompt")
+                prompts.append([])
                 continue
             try:
-                found.append(codec.encode_more(one) if more else codec.encode(one))
+                prompts.append(codec.encode_more(one) if more else codec.encode(one))
             except UnicodeEncodeError as error:
-                raise Wrong(f"prompt is not valid Unicode: {error.reason}", "prompt") from error
+                raise RequestError(f"prompt is not valid Unicode: {error.reason}", "prompt") from error
             except ValueError as error:
-                raise Wrong(f"prompt cannot be encoded: {error}", "prompt") from error
+                raise RequestError(f"prompt cannot be encoded: {error}", "prompt") from error
         elif isinstance(one, list) and all(map(_is_integer, one)):
             if odd := [token for token in one if not 0 <= token < vocab]:
-                raise Wrong(f"token {_shown(odd[0])} is not among 0 to {vocab - 1}", "prompt")
-            found.append(list(one))
+                raise RequestError(f"token {_short(odd[0])} is not among 0 to {vocab - 1}", "prompt")
+            prompts.append(list(one))
         else:
-            raise Wrong("prompt must be a text, a list of tokens, or a list of either", "prompt")
-    return found
+            raise RequestError("prompt must be a text, a list of tokens, or a list of either", "prompt")
+    return prompts
 
 
 def _is_integer(value: Any) -> bool:
@@ -387,12 +409,12 @@ def _number(body: dict[str, Any], name: str, schema: dict[str, Any]) -> Any:
     good = _is_integer(value) or (isinstance(value, float) and not whole)
     if not good or not least <= value <= most:
         kind = "an integer" if whole else "a number"
-        raise Wrong(f"{name}={_shown(value)} must be {kind} from {least} to {most}", name)
+        raise RequestError(f"{name}={_short(value)} must be {kind} from {least} to {most}", name)
     return value if whole else float(value)
 
 
 def _flag(body: dict[str, Any], name: str) -> bool:
     value = body.get(name)
     if not isinstance(value, bool | None):
-        raise Wrong(f"{name}={_shown(value)} must be true or false", name)
+        raise RequestError(f"{name}={_short(value)} must be true or false", name)
     return bool(value)

@@ -9,10 +9,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ..models.sampling import Sampling
 from .openapi import content, described, operation, ref
 from .pool import Full, Stream
-from .requests import Completion, NewSession, Wrong, new_session, session_id
-from .sampler import Sampling
+from .requests import Completion, NewSession, RequestError, new_session, session_id
 from .sessions import ID, Entry, Session, SessionError, Sessions, continued
 from .text import decoded
 from .worker import Worker
@@ -84,7 +84,7 @@ class SessionRoutes:
         model: The model's name in requests.
         codec: Text to tokens and back, None for a model without text.
         body: Returns the body of a request, parsed and checked by a function.
-        accept: Raises Wrong while the server accepts no new work.
+        accept: Raises RequestError while the server accepts no new work.
     """
 
     def __init__(
@@ -114,23 +114,23 @@ class SessionRoutes:
     )
     async def create(self, request: Request) -> Response:
         """POST /v1/sessions: an empty session, one that has read a prompt, or a copy of another one."""
-        about = {"model": self.model, "codec": self.codec, "vocab": self.worker.pool.vocab}
-        asked = await self.body(request, lambda body: new_session(body, **about))
+        vocab = self.worker.pool.vocab
+        body = await self.body(request, lambda body: new_session(body, model=self.model, codec=self.codec, vocab=vocab))
         self.accept()
         with _refusing():
             session = Session()
-            if asked.fork_from:
-                session = await asyncio.to_thread(self.store.read, asked.fork_from)
-            session = continued(session, asked.later if session.tokens else asked.prompt, None)
+            if body.fork_from:
+                session = await asyncio.to_thread(self.store.read, body.fork_from)
+            session = continued(session, body.later if session.tokens else body.prompt, None)
             with self.store.room(len(session.tokens)):
                 session = await while_connected(request, self._read(session))
-                entry = await asyncio.to_thread(self.store.create, session, asked.fork_from)
-        return JSONResponse(self._about(entry))
+                entry = await asyncio.to_thread(self.store.create, session, body.fork_from)
+        return JSONResponse(self._described(entry))
 
     @described("get", operation("List the sessions.", {"200": content(ref("Sessions"))}, "401"))
     async def list(self, request: Request) -> Response:
         """GET /v1/sessions."""
-        return JSONResponse({"object": "list", "data": [self._about(entry) for entry in self.store.entries()]})
+        return JSONResponse({"object": "list", "data": [self._described(entry) for entry in self.store.entries()]})
 
     @described("get", operation("Return a session.", {"200": content(ref("SessionContent"))}, *ONE, names=NAMES))
     async def show(self, request: Request) -> Response:
@@ -145,7 +145,7 @@ class SessionRoutes:
 
         with _refusing():
             entry, session, text = await asyncio.to_thread(content)
-        return JSONResponse({**self._about(entry), "tokens": session.tokens, "text": text})
+        return JSONResponse({**self._described(entry), "tokens": session.tokens, "text": text})
 
     @described("delete", operation("Delete a session.", {"200": content(ref("SessionDeleted"))}, *ONE, names=NAMES))
     async def delete(self, request: Request) -> Response:
@@ -155,23 +155,23 @@ class SessionRoutes:
             await asyncio.to_thread(self.store.remove, name)
         return JSONResponse({"id": name, "object": "session.deleted", "deleted": True})
 
-    async def begin(self, request: Request, asked: Completion) -> Turn | None:
+    async def begin(self, request: Request, body: Completion) -> Turn | None:
         """Lock the session of a completion and read its pending tokens; None without a session.
 
         Raises:
-            Wrong: If the session does not exist, has another turn, or belongs to another model.
+            RequestError: If the session does not exist, has another turn, or belongs to another model.
         """
-        if not asked.session:
+        if not body.session:
             return None
         with _refusing(), contextlib.ExitStack() as end:
-            end.enter_context(self.store.lock(asked.session))
-            entry = self.store.entry(asked.session)
-            end.enter_context(self.store.room(entry.length + len(asked.prompts[0]) + asked.max_tokens, asked.session))
-            session = await asyncio.to_thread(self.store.read, asked.session)
+            end.enter_context(self.store.lock(body.session))
+            entry = self.store.entry(body.session)
+            end.enter_context(self.store.room(entry.length + len(body.prompts[0]) + body.max_tokens, body.session))
+            session = await asyncio.to_thread(self.store.read, body.session)
             session = await while_connected(request, self._read(session))
-            turn = Turn(self.store, asked.session, self.codec, end.pop_all())
+            turn = Turn(self.store, body.session, self.codec, end.pop_all())
             turn.session = session
-            turn.prompt = list(asked.later) if session.tokens else asked.prompts[0]
+            turn.prompt = list(body.later) if session.tokens else body.prompts[0]
             return turn
 
     async def _read(self, session: Session) -> Session:
@@ -197,19 +197,19 @@ class SessionRoutes:
         try:
             (stream,) = pool.submit(session.unread[:-1], state=session.state, listener=listener, **options)
         except Full as error:
-            raise Wrong(str(error), status=429, code="overloaded") from error
+            raise RequestError(str(error), status=429, code="overloaded") from error
         except ValueError as error:
-            raise Wrong(str(error), "prompt") from error
+            raise RequestError(str(error), "prompt") from error
         self.worker.wake()
         try:
             await ended.wait()
         finally:
             self.worker.cancel(stream)
         if stream.state is None:
-            raise Wrong(f"the model failed: {stream.error or stream.finished}", status=500, code="model_error")
+            raise RequestError(f"the model failed: {stream.error or stream.finished}", status=500, code="model_error")
         return continued(Session(session.tokens[:-1]), session.tokens[-1:], stream.state)
 
-    def _about(self, entry: Entry) -> dict[str, Any]:
+    def _described(self, entry: Entry) -> dict[str, Any]:
         return {
             "id": entry.id,
             "object": "session",
@@ -231,21 +231,21 @@ def cut(codec: Any, tokens: Sequence[int], text: str) -> list[int]:
         tokens: The tokens that were drawn.
         text: A beginning of their text.
     """
-    decoding, length, most = codec.decoder(), 0, 0
+    decoding, length, whole = codec.decoder(), 0, 0
     for count, token in enumerate(tokens, 1):
         length += len(decoding.add(token))
         if length > len(text):
             break
-        most = count
+        whole = count
     # Bytes of the character after the cut may be among them; alone they would be a replacement character.
-    while not text.startswith(known := decoded(codec, tokens[:most])):
-        most -= 1
+    while not text.startswith(known := decoded(codec, tokens[:whole])):
+        whole -= 1
     # Some tokenizers write a space before each text, so fewer tokens are kept where the rest does not join on.
-    for kept in (*range(most, max(0, most - 8), -1), 0):
+    for kept in (*range(whole, max(0, whole - 8), -1), 0):
         known = decoded(codec, tokens[:kept])
-        found = [*tokens[:kept], *codec.encode_more(text[len(known) :])]
-        if text.startswith(known) and decoded(codec, found) == text:
-            return found
+        joined = [*tokens[:kept], *codec.encode_more(text[len(known) :])]
+        if text.startswith(known) and decoded(codec, joined) == text:
+            return joined
     raise SessionError(f"the text {text!r} has no tokens that end where the stop string begins", "unwritable")
 
 
@@ -281,6 +281,6 @@ def _refusing() -> Iterator[None]:
         raise refusal(error) from error
 
 
-def refusal(error: SessionError) -> Wrong:
+def refusal(error: SessionError) -> RequestError:
     """Return the answer for an error of a session."""
-    return Wrong(str(error), "session", STATUS[error.code], f"session_{error.code}")
+    return RequestError(str(error), "session", STATUS[error.code], f"session_{error.code}")

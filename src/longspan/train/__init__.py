@@ -22,8 +22,7 @@ from typing import Any
 import torch
 
 from .. import data
-from .._utils import model_memory as weights
-from .._utils import signals
+from .._utils import model_memory, signals
 from .._utils.optional_deps import install, need
 from ..attention.specs import parts
 from ..data import Dataset, Labeled, Pairs, Tokens
@@ -174,7 +173,7 @@ def parts_right(exact: dict[str, float], accuracy: dict[str, float]) -> str:
 
 def _opening(model: Any, run: TrainConfig, dataset: Dataset | Tokens | Pairs | Labeled) -> str:
     """The first line of the output: model, data and device."""
-    weights, config = sum(p.numel() for p in model.parameters()), model.config
+    count, config = sum(p.numel() for p in model.parameters()), model.config
     where = "cuda" if torch.cuda.is_available() else f"cpu, {torch.get_num_threads()} threads"
     specs, most = config.attention, ""
     if isinstance(config, Seq2SeqConfig):
@@ -182,7 +181,7 @@ def _opening(model: Any, run: TrainConfig, dataset: Dataset | Tokens | Pairs | L
     if isinstance(dataset, Labeled):
         most = "up to "
     return (
-        f"{weights:,} parameters, {specs}; {run.data}: {dataset.count('train'):,} examples of {most}"
+        f"{count:,} parameters, {specs}; {run.data}: {dataset.count('train'):,} examples of {most}"
         f"{dataset.length} tokens, {run.step_examples} per step; on {where}"
     )
 
@@ -257,7 +256,7 @@ def _check(config: Any, run: TrainConfig, dataset: Dataset | Tokens | Pairs | La
     if not torch.accelerator.is_available():
         what = f"the activations of batch={run.batch} examples of {dataset.length} tokens"
         tokens = run.batch * -(-dataset.length // run.sequence_parallel)
-        weights.check_fits_in_memory(tokens * _activations(config), what)
+        model_memory.check_fits_in_memory(tokens * _activations(config), what)
 
 
 def _activations(config: DecoderConfig | EncoderConfig | Seq2SeqConfig) -> int:

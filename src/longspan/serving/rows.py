@@ -1,0 +1,159 @@
+"""The rows of a pool: the streams that draw tokens, and their states in one preallocated state."""
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from .. import states
+from ..generation.native_decoder import Engine
+from ..models.decoder import Decoder, DecoderState
+from ..ops.backends import forced_backend
+from .adapters import Servable
+from .sampler import sample
+from .streams import Drawn, Reason, Stream, add_token, end, error_text
+
+NATIVE = ("auto", "native")  # forced backends with which the decode engine runs
+
+
+class Rows:
+    """Streams that draw tokens: rows 0 to n-1 of a state. One that ends leaves its row to the last one.
+
+    Args:
+        model: The model.
+        slots: The most streams.
+        capacity: Tokens of a stream; required for a state that keeps every token.
+
+    Raises:
+        ValueError: For a state that keeps every token, without a capacity.
+    """
+
+    def __init__(self, model: Servable, slots: int, capacity: int):
+        self.model, self.capacity = model, capacity
+        with torch.no_grad():
+            empty = model.init_state(slots, capacity)
+            self.fixed = bool(capacity) and states.nbytes(empty) != states.nbytes(model.init_state(slots, capacity + 1))
+            self.state = states.fix_capacity(empty, capacity) if self.fixed else empty
+            if not self.fixed and states.nbytes(model.init_state(1, 1)) != states.nbytes(model.init_state(1, 2)):
+                raise ValueError("this model's state keeps every token; pass capacity=, the most tokens of a stream")
+        self.engine: Engine | None = None
+        if isinstance(model, Decoder) and forced_backend() in NATIVE and not Engine.why_not(model):
+            self.engine = Engine(model)
+        self.streams: list[Stream] = []
+        self.next_tokens: list[int] = []  # the token that each row reads next
+        self._live: DecoderState | None = None  # the rows that the engine returned, while no stream came or went
+        self._in_place = False  # whether it is in the pool's tensors, except for its position
+
+    def slotted(self, state: DecoderState) -> DecoderState:
+        """Return a state with the capacity of the pool's, so that both can be read in one call."""
+        return states.fix_capacity(state, self.capacity) if self.fixed else state
+
+    def clear(self) -> None:
+        """Forget all streams."""
+        self.streams.clear()
+        self.next_tokens.clear()
+
+    def remove_cancelled(self) -> None:
+        """End the streams that were cancelled."""
+        for i in reversed(range(len(self.streams))):
+            if self.streams[i].cancelled:
+                self._leave(i, "cancelled")
+
+    def begin(self, streams: list[Stream], state: DecoderState, outputs: Tensor) -> None:
+        """Draw the first token of streams whose prompt is read, and give those that go on a row.
+
+        Args:
+            streams: The streams of one prompt.
+            state: The state after the prompt, one row.
+            outputs: The outputs (1,size) after it.
+        """
+        first = outputs.expand(len(streams), -1)
+        for stream, drawn in zip(streams, self._draw_each(first, streams), strict=True):
+            token, reason, error = add_token(stream, drawn)
+            if reason is None:
+                states.put(self.state, [len(self.streams)], self.slotted(state))
+                self._live = None
+                self.streams.append(stream)
+                self.next_tokens.append(token)
+            else:
+                if stream.keeps and reason != "error":
+                    stream.state = states.clone(state)
+                end(stream, reason, error)
+
+    def decode(self) -> None:
+        """Advance every stream by one token."""
+        n = len(self.streams)
+        known = self._live
+        rows = pytree.tree_map(lambda t: t[:n], self.state) if known is None else known
+        tokens = torch.tensor(self.next_tokens, device=self.model.device)[:, None]
+        try:
+            outputs, after = self._advance(tokens, rows)
+        except Exception as error:
+            # Their states may be overwritten in part.
+            for i in reversed(range(n)):
+                self._leave(i, "error", error_text(error))
+            return
+        if known is None or not self._in_place:
+            self._keep(after, n)
+        else:
+            self.state.position[:n] = after.position
+        drawn = self._draw_each(outputs[:, 0], self.streams)
+        for i in reversed(range(n)):
+            self.next_tokens[i], reason, error = add_token(self.streams[i], drawn[i])
+            if reason is not None:
+                self._leave(i, reason, error)
+
+    def _keep(self, after: DecoderState, n: int) -> None:
+        """Copy what a step has not overwritten: it may return new tensors instead of those of the pool."""
+        moved = 0
+        for old, new in zip(pytree.tree_leaves(self.state), pytree.tree_leaves(after), strict=True):
+            if new.data_ptr() != old.data_ptr():
+                old[:n] = new
+                moved += 1
+        # Then only the position is new in each step, until a stream comes or goes.
+        self._in_place = moved == 1 and after.position.data_ptr() != self.state.position.data_ptr()
+
+    def _advance(self, tokens: Tensor, rows: DecoderState) -> tuple[Tensor, DecoderState]:
+        """Advance all rows by a token, by the native decoder if it supports the model."""
+        if self.engine is None or self.engine.model is not self.model or forced_backend() not in NATIVE:
+            self._live = None
+            return self.model(tokens, rows, donate=True)
+        # The native decoder checks a state unless it has returned it.
+        outputs, self._live = self.engine(tokens, rows if self._live is None else self._live)
+        return outputs, self._live
+
+    def _draw_each(self, outputs: Tensor, streams: list[Stream]) -> list[Drawn | Exception]:
+        """Draw the next token of each stream; an error is that of the rows that have it."""
+        try:
+            return list(self._draw(outputs, streams))
+        except Exception as error:
+            if len(streams) == 1:
+                return [error]
+            alone = (self._draw_each(outputs[i : i + 1], [stream]) for i, stream in enumerate(streams))
+            return [drawn for one in alone for drawn in one]
+
+    def _draw(self, outputs: Tensor, streams: list[Stream]) -> list[Drawn]:
+        scores = self.model.likelihood.log_probs(outputs)
+        positions = torch.tensor([len(stream.tokens) for stream in streams], device=outputs.device)
+        tokens = sample(scores, [stream.sampling for stream in streams], positions)
+        values = scores.gather(-1, tokens[:, None])[:, 0].tolist()
+        tops: list[dict[int, float]] = [{} for _ in streams]
+        for row, stream in enumerate(streams):
+            if stream.top:
+                best = scores[row].topk(stream.top)
+                tops[row] = dict(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        return list(zip(tokens.tolist(), values, tops, strict=True))
+
+    def _leave(self, row: int, reason: Reason, error: str = "") -> None:
+        """Free a row: the last one takes its place."""
+        self._live = None
+        stream = self.streams[row]
+        if stream.keeps and reason in ("stop", "length"):
+            stream.state = states.select(self.state, [row])
+        last = len(self.streams) - 1
+        if row != last:
+            for t in pytree.tree_leaves(self.state):
+                t[row] = t[last]
+            self.streams[row], self.next_tokens[row] = self.streams[last], self.next_tokens[last]
+        self.streams.pop()
+        self.next_tokens.pop()
+        end(stream, reason, error)
