@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from longspan._utils import palette, plots
+from longspan_lab._utils import palette, plots
 
 pytest.importorskip("matplotlib", reason="the pictures are drawn with matplotlib: pip install longspan[plot]")
 

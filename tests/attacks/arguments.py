@@ -14,9 +14,10 @@ from pathlib import Path
 from unittest import mock
 
 from longspan._utils import model_memory
-from longspan.cli import bench, entry, reproduce
+from longspan.cli import entry
 from longspan.cli.parser import Parser
-from longspan.experiments import EXPERIMENTS
+from longspan_lab.cli import bench, reproduce
+from longspan_lab.experiments import EXPERIMENTS
 
 from . import Case
 from ._bounds import TooLong, bounded, complaint

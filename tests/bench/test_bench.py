@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import longspan
-from longspan.bench import guard, throughput
 from longspan.generation.sampling import generate
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
+from longspan_lab.bench import guard, throughput
 
 
 class Scripted(guard.Guard):
@@ -147,7 +147,7 @@ def taken(code: str, first: str = "pass") -> float:
     """MB that a process needs at its peak for some code, beyond what it needed before."""
     lines = (
         "import torch, longspan",
-        "from longspan.bench.worker import highest",
+        "from longspan_lab.bench.worker import highest",
         first,
         "before = highest()",
         code,

@@ -316,7 +316,7 @@ def test_demo_passes_its_arguments_on_and_prints_how_to_resume(at, capsys, monke
         if len(calls) > 1:
             raise KeyboardInterrupt("interrupted at step 3; step-00000003 is saved in a/b; continue with resume=True")
 
-    monkeypatch.setattr("longspan.experiments.demo.run", run)
+    monkeypatch.setattr("longspan_lab.experiments.demo.run", run)
     said(capsys, "demo", "--out", "a/b", "--steps", "2", "--seed", "3")
     assert calls == [(Path("a/b"), {"steps": 2, "seed": 3})]
     assert Path("a/b").is_dir()

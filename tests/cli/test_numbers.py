@@ -8,10 +8,10 @@ import torch
 
 from longspan import Decoder, DecoderConfig, beam_search, generate
 from longspan._utils import model_memory
-from longspan.cli import bench, reproduce
 from longspan.cli.entry import COMMANDS, WRONG, main
 from longspan.cli.parser import Number
-from longspan.experiments import EXPERIMENTS
+from longspan_lab.cli import bench, reproduce
+from longspan_lab.experiments import EXPERIMENTS
 
 NEVER = ("1e30", "nan", "inf", "-inf", "1" + "0" * 30, "")
 # What stands before the options: positional arguments, none of which is looked at before the numbers are.

@@ -18,11 +18,11 @@ pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip instal
 
 from PIL import Image
 
-from longspan.cli import reproduce
 from longspan.cli.entry import INTERRUPTED, OK, WRONG, main
 from longspan.cli.parser import kebab
-from longspan.experiments import EXPERIMENTS, experiment, lra_cost, page, provenance, runner, scaling
-from longspan.experiments.experiment import Place
+from longspan_lab.cli import reproduce
+from longspan_lab.experiments import EXPERIMENTS, experiment, lra_cost, page, provenance, runner, scaling
+from longspan_lab.experiments.experiment import Place
 
 DOCS = Path(__file__).parents[2] / "docs"
 # test_reproduce_images.py has the images in whole.

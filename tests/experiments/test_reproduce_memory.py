@@ -10,8 +10,8 @@ from torch import nn
 
 pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
 
-from longspan.experiments import agents, memory, ppo, tasks
-from longspan.experiments.experiment import Place
+from longspan_lab.experiments import agents, memory, ppo, tasks
+from longspan_lab.experiments.experiment import Place
 from mistaken import refused
 
 MISTAKES = {

@@ -5,9 +5,10 @@ import importlib
 import re
 from pathlib import Path
 
-from longspan.cli import bench, entry, reproduce
+from longspan.cli import entry
 from longspan.cli.parser import kebab
-from longspan.experiments import EXPERIMENTS
+from longspan_lab.cli import bench, reproduce
+from longspan_lab.experiments import EXPERIMENTS
 
 
 def test_options_that_messages_name_exist():
