@@ -60,9 +60,7 @@ def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
 def _parsers() -> dict[tuple[str, ...], Parser]:
     found = {("bench", name): bench.subparser(name) for name in bench.BENCHMARKS}
     found |= {("reproduce", name): reproduce.subparser(name) for name in EXPERIMENTS}
-    for name, (module, _) in entry.COMMANDS.items():
-        found[name,] = __import__(f"longspan.cli.{module}", fromlist=["parser"]).parser()
-    return found
+    return found | {(name,): entry.load(name).parser() for name in entry.COMMANDS}
 
 
 def _words(draw: random.Random, parsers: dict[tuple[str, ...], Parser]) -> list[str]:

@@ -15,7 +15,7 @@ import torch
 import longspan
 from longspan import data, testing
 from longspan.cli import entry
-from longspan.cli.entry import COMMANDS, main
+from longspan.cli.entry import COMMANDS, load, main
 from longspan.cli.parser import kebab
 from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig, EncoderConfig
@@ -84,7 +84,7 @@ def test_help_names_every_command(capsys):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_documents_every_flag(command, capsys):
-    module = importlib.import_module(f"longspan.cli.{COMMANDS[command][0]}")
+    module = load(command)
     shown = said(capsys, command, "--help")
     assert "examples:" in shown
     assert f"  longspan {command}" in shown

@@ -12,8 +12,8 @@ import pytest
 import torch
 import yaml
 
-pytest.importorskip("lightning", reason="the demo trains: pip install longspan[demo]")
-pytest.importorskip("matplotlib", reason="the demo draws: pip install longspan[demo]")
+pytest.importorskip("lightning", reason="the demo trains: pip install ./lab")
+pytest.importorskip("matplotlib", reason="the demo draws: pip install ./lab")
 
 from longspan import data, log_likelihood
 from longspan.models import checkpoint

@@ -268,7 +268,7 @@ class TestTasks:
     @pytest.fixture(autouse=True)
     def needs(self):
         for package in tasks.PACKAGES:
-            pytest.importorskip(package, reason="the tasks are others': pip install longspan[reinforcement]")
+            pytest.importorskip(package, reason="the tasks are others': pip install ./lab[reinforcement]")
 
     @pytest.mark.parametrize("name", tasks.TASKS)
     def test_observations_are_vectors_and_actions_numbers(self, name):

@@ -274,8 +274,9 @@ def test_every_law_is_explained():
 
 
 def test_every_package_is_in_the_picture():
-    packages = {path.parent.name for path in (ROOT / "src" / "longspan").glob("*/__init__.py")}
-    assert {name for layer in architecture.LAYERS for name, _ in layer} == packages
+    product, lab = ({path.parent.name for path in package.glob("*/__init__.py")} for package in tree.PACKAGES)
+    assert {name for layer in architecture.LAYERS for name, _ in layer} == product | {"longspan_lab"}
+    assert set(architecture.LAB) == lab
     command = "run: python -m longspan_lab.tools architecture"
     assert architecture.PICTURE.read_text(encoding="utf-8") == architecture.draw(), command
     page = architecture.PAGE.read_text(encoding="utf-8")

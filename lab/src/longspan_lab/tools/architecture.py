@@ -10,12 +10,21 @@ from . import DOCS
 
 PICTURE, PAGE = DOCS / "images" / "architecture.svg", DOCS / "explanation" / "architecture.md"
 BEGIN, END = "<!-- packages:begin -->", "<!-- packages:end -->"
+# The packages of longspan-lab, which are above all others: what each holds.
+LAB = {
+    "cli": "commands",
+    "tools": "pages of the docs, packaged models",
+    "experiments": "published results, the demo",
+    "bench": "time and memory",
+    "data": "data sets of experiments",
+    "speech": "corpora of experiments",
+    "_utils": "plots, tables",
+}
 # From the top layer down: packages, each with what it holds. A package imports from its own layer and those below.
 LAYERS = (
+    (("longspan_lab", "benchmarks, published results, the demo"),),
     (
         ("cli", "commands"),
-        ("bench", "time and memory"),
-        ("experiments", "published results"),
         ("compat", "other libraries"),
         ("serving", "many streams"),
     ),
@@ -29,9 +38,9 @@ LAYERS = (
     (("attention", "one mechanism, one file"), ("data", "data sets by name"), ("speech", "audio, features, CTC")),
     (("modules", "norms, feed-forward, positions"), ("states", "recurrent states, KV caches")),
     (("ops", "functions on tensors, C++ kernels"), ("patterns", "which keys a query sees")),
-    (("_utils", "specs, files, locks, progress, plots"),),
+    (("_utils", "specs, files, locks, progress"),),
 )
-COLORS = ("#4f6d8f", "#4f7f7a", "#5b7a4c", "#a0602a", "#7d5f94", "#94566a", "#6b6b6b")
+COLORS = ("#5f6b7a", "#4f6d8f", "#4f7f7a", "#5b7a4c", "#a0602a", "#7d5f94", "#94566a", "#6b6b6b")
 WIDTH, LEFT, HEIGHT, GAP = 760, 44, 58, 10
 
 
@@ -42,7 +51,7 @@ def draw() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {total}" role="img"'
         ' font-family="system-ui, sans-serif">',
         "<title>The packages of longspan by layer</title>",
-        "<desc>Seven layers. A package imports from its own layer and from the layers below it.</desc>",
+        "<desc>Eight layers. A package imports from its own layer and from the layers below it.</desc>",
         '<g stroke="#808080" stroke-width="2" fill="none">',
         f'<path d="M 22 {GAP} V {total - GAP - 4}"/><path d="M 15 {total - GAP - 14} L 22 {total - GAP - 4}'
         f' L 29 {total - GAP - 14}"/></g>',
@@ -67,8 +76,11 @@ def draw() -> str:
 
 def tree() -> str:
     """The packages as a list, the top layer first."""
-    lines = (f"  {name + '/':<15}{holds}" for layer in LAYERS for name, holds in layer)
-    return "\n".join((BEGIN, "", "```text", "src/longspan/", *lines, "```", "", END))
+    parts = {"lab/src/longspan_lab/": LAB.items(), "src/longspan/": (part for layer in LAYERS[1:] for part in layer)}
+    lines = [
+        line for root, part in parts.items() for line in (root, *(f"  {name + '/':<15}{holds}" for name, holds in part))
+    ]
+    return "\n".join((BEGIN, "", "```text", *lines, "```", "", END))
 
 
 def written(text: str) -> str:
