@@ -4,7 +4,7 @@ from importlib.metadata import version as installed
 from typing import Any
 
 from longspan import list_mechanisms
-from longspan_lab.tools import cli_page, configs_page, docs_math, docs_pictures, mechanism_pages, tree
+from longspan_lab.tools import blocks, cli_page, configs_page, docs_math, docs_pictures, mechanism_pages, tree
 
 project, author, copyright = "longspan", "the longspan contributors", "the longspan contributors"
 version = release = installed("longspan")
@@ -45,6 +45,5 @@ def setup(app: Any) -> None:
     docs_pictures.setup(app)
 
 
-for written in (mechanism_pages, tree, cli_page, configs_page):
-    written.main()
-del written
+mechanism_pages.main()
+blocks.write(tree.PAGES | cli_page.PAGES | configs_page.PAGES)

@@ -18,7 +18,8 @@ from longspan.compat.transformers.record import NEWEST
 from longspan.generation.sampling import generate
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
-from longspan_lab.tools import architecture, laws, models_page, performance, tree
+from longspan_lab.tools import architecture, laws, models_page, performance, scaling, sizing, tree
+from longspan_lab.tools import blocks as tools
 
 ROOT = Path(__file__).parents[2]
 DOCS, CONTRIBUTING = ROOT / "docs", ROOT / "CONTRIBUTING.md"
@@ -252,11 +253,28 @@ def test_the_example_of_contributing_leaves_what_was_there(blocks):
     assert all(cls.__module__ in sys.modules for cls in REGISTRY.values())
 
 
-@pytest.mark.parametrize("page", ["conformance-checks.md", "numerics.md"])
-def test_tables_of_the_laws_are_written_by_their_script(page):
-    text = (DOCS / "explanation" / page).read_text(encoding="utf-8")
-    name, table = laws.TABLES[page]
-    assert laws.place(text, name, table()) == text, "run: python -m longspan_lab.tools laws"
+@pytest.mark.whole
+@pytest.mark.parametrize("program", [architecture, laws, scaling, sizing], ids=lambda program: program.__name__)
+def test_pages_are_what_their_programs_write(program):
+    check_pages(program)
+
+
+def check_pages(program):
+    for page, content in program.PAGES.items():
+        command = f"run: python -m longspan_lab.tools {program.__name__.rpartition('.')[2]}"
+        assert page.read_text(encoding="utf-8") == tools.written(page, content), command
+
+
+def test_sizes_are_those_of_the_model_in_the_package():
+    assert "| `text` | 175 kB |" in sizing.table()
+
+
+def test_a_block_is_placed_between_its_markers():
+    page = "a\n<!-- x:begin -->\nold\n<!-- x:end -->\nb\n"
+    assert tools.place(page, "x", "new") == "a\n<!-- x:begin -->\n\nnew\n\n<!-- x:end -->\nb\n"
+    for text in ("none", "<!-- x:begin -->", "<!-- x:end --> <!-- x:begin -->"):
+        with pytest.raises(ValueError, match="needs the markers <!-- x:begin --> and <!-- x:end -->"):
+            tools.place(text, "x", "")
 
 
 @pytest.mark.full
@@ -264,8 +282,7 @@ def test_the_tables_of_recurrent_models_are_written_by_their_script():
     transformers = pytest.importorskip("transformers")
     if tuple(map(int, transformers.__version__.split(".")[:2])) < NEWEST:
         pytest.skip("older versions of transformers have fewer model types")
-    text = models_page.PAGE.read_text(encoding="utf-8")
-    assert models_page.written(text) == text, "run: python -m longspan_lab.tools models_page"
+    check_pages(models_page)
 
 
 def test_every_law_is_explained():
@@ -277,10 +294,6 @@ def test_every_package_is_in_the_picture():
     product, lab = ({path.parent.name for path in package.glob("*/__init__.py")} for package in tree.PACKAGES)
     assert {name for layer in architecture.LAYERS for name, _ in layer} == product | {"longspan_lab"}
     assert set(architecture.LAB) == lab
-    command = "run: python -m longspan_lab.tools architecture"
-    assert architecture.PICTURE.read_text(encoding="utf-8") == architecture.draw(), command
-    page = architecture.PAGE.read_text(encoding="utf-8")
-    assert architecture.written(page) == page, command
 
 
 def test_the_performance_pages_are_what_their_script_writes():

@@ -6,6 +6,8 @@ import sys
 from longspan._utils import terminal
 from longspan._utils.spec import known
 
+from . import blocks
+
 # module here -> what it writes
 PROGRAMS = {
     "architecture": "the picture of the packages and their list",
@@ -40,7 +42,11 @@ def main(words: list[str]) -> None:
         return
     try:
         name = known(words[0], PROGRAMS, "program")
-        importlib.import_module(f"{__package__}.{name}").main(*words[1:])
+        program = importlib.import_module(f"{__package__}.{name}")
+        if hasattr(program, "main"):
+            program.main(*words[1:])
+        else:
+            blocks.write(program.PAGES)
     except ValueError as error:
         sys.exit(f"{words[0]}: {error}")
 

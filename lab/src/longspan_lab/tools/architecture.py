@@ -8,8 +8,6 @@ from html import escape
 
 from . import DOCS
 
-PICTURE, PAGE = DOCS / "images" / "architecture.svg", DOCS / "explanation" / "architecture.md"
-BEGIN, END = "<!-- packages:begin -->", "<!-- packages:end -->"
 # The packages of longspan-lab, which are above all others: what each holds.
 LAB = {
     "cli": "commands",
@@ -80,16 +78,10 @@ def tree() -> str:
     lines = [
         line for root, part in parts.items() for line in (root, *(f"  {name + '/':<15}{holds}" for name, holds in part))
     ]
-    return "\n".join((BEGIN, "", "```text", *lines, "```", "", END))
+    return "\n".join(("```text", *lines, "```"))
 
 
-def written(text: str) -> str:
-    """The page with its list of packages."""
-    before, _, rest = text.partition(BEGIN)
-    return before + tree() + rest.partition(END)[2]
-
-
-def main() -> None:
-    """Write the list of packages and the picture."""
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-    PICTURE.write_text(draw(), encoding="utf-8")
+PAGES = {
+    DOCS / "images" / "architecture.svg": draw,
+    DOCS / "explanation" / "architecture.md": {"packages": tree},
+}

@@ -136,6 +136,4 @@ def _cell(text: str) -> str:
     return re.sub(r"(?<![\w`-])(--[a-z][\w.-]*\w)", r"`\1`", text)
 
 
-def main() -> None:
-    """Write the page."""
-    (DOCS / "reference" / "cli.md").write_text(page(), encoding="utf-8")
+PAGES = {DOCS / "reference" / "cli.md": page}

@@ -60,6 +60,4 @@ def _name(annotation: object) -> str:
     return annotation if isinstance(annotation, str) else getattr(annotation, "__name__", str(annotation))
 
 
-def main() -> None:
-    """Write the page."""
-    (DOCS / "reference" / "configs.md").write_text(page(), encoding="utf-8")
+PAGES = {DOCS / "reference" / "configs.md": page}

@@ -10,7 +10,6 @@ from longspan.testing import content, gauge, numeric, rounding
 
 from . import DOCS
 
-EXPLANATION = DOCS / "explanation"
 # What a mechanism needs for a law to apply -> in words.
 NEEDS = {
     "causal": "a causal form",
@@ -56,21 +55,7 @@ def tolerances() -> str:
     return "\n".join(("| measurement | tolerance |", "|---|---|", *(f"| {what} | {t} |" for what, t in rows.items())))
 
 
-# page -> (name of the markers, what is written between them)
-TABLES = {"conformance-checks.md": ("laws", laws), "numerics.md": ("tolerances", tolerances)}
-
-
-def place(text: str, name: str, table: str) -> str:
-    """The page with the table between the markers of that name. Raises ValueError where it lacks them."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    start, stop = text.find(begin), text.find(end)
-    if not 0 <= start < stop:
-        raise ValueError(f"the page needs the markers {begin} and {end}, in this order")
-    return f"{text[: start + len(begin)]}\n{table}\n{text[stop:]}"
-
-
-def main() -> None:
-    """Write both tables."""
-    for page, (name, table) in TABLES.items():
-        path = EXPLANATION / page
-        path.write_text(place(path.read_text(encoding="utf-8"), name, table()), encoding="utf-8")
+PAGES = {
+    DOCS / "explanation" / "conformance-checks.md": {"laws": laws},
+    DOCS / "explanation" / "numerics.md": {"tolerances": tolerances},
+}

@@ -13,8 +13,6 @@ import longspan
 
 from . import DOCS
 
-PAGE = DOCS / "results" / "lab.md"
-BLOCK = "<!-- leaks:begin -->\n\n{}\n\n<!-- leaks:end -->"
 HEADS = (1, 4, 8)
 TOKENS, WIDTH, ROWS, STEP = 64, 32, 32, 3
 SPECS = (
@@ -54,14 +52,4 @@ def table() -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (titles, ["---"] * len(titles), *rows))
 
 
-def written(text: str, found: str) -> str:
-    """Return the page with this table between its markers. Raises ValueError for a page without them."""
-    begin, end = BLOCK.split("\n\n{}\n\n")
-    if begin not in text or end not in text:
-        raise ValueError(f"the page has no block between {begin} and {end}")
-    return text[: text.index(begin)] + BLOCK.format(found) + text[text.index(end) + len(end) :]
-
-
-def main() -> None:
-    """Measure, and write the table of the page."""
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), table()), encoding="utf-8")
+PAGES = {DOCS / "results" / "lab.md": {"leaks": table}}

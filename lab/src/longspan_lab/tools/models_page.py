@@ -23,8 +23,6 @@ from longspan.compat.transformers.record import replaced
 
 from . import DOCS
 
-PAGE = DOCS / "how-to" / "run-recurrent-models.md"
-BEGIN, END = "<!-- {}:begin -->", "<!-- {}:end -->"
 HEAD = ("checkpoint format", "model types", "layer", "what runs on longspan's kernels")
 # The recurrent layer of the model types of transformers.
 LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -129,20 +127,4 @@ def refused() -> str:
     return "\n".join(f"* {quoted(kinds)}, {reason}" for reason, kinds in reasons.items())
 
 
-BLOCKS = {"models": supported, "refused": refused}
-
-
-def written(text: str) -> str:
-    """The page with new tables between its markers. Raises ValueError where it lacks them."""
-    for name, block in BLOCKS.items():
-        begin, end = BEGIN.format(name), END.format(name)
-        start, stop = text.find(begin), text.find(end)
-        if not 0 <= start < stop:
-            raise ValueError(f"the page needs the markers {begin} and {end}, in this order")
-        text = f"{text[: start + len(begin)]}\n\n{block()}\n\n{text[stop:]}"
-    return text
-
-
-def main() -> None:
-    """Write the tables of the page."""
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+PAGES = {DOCS / "how-to" / "run-recurrent-models.md": {"models": supported, "refused": refused}}

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from . import DOCS
+from .blocks import place
 
 PAGE = DOCS / "reference" / "guarantees.md"
-BEGIN, END = "<!-- attacks:begin -->", "<!-- attacks:end -->"
 ROW = re.compile(r"\| `(\w+)` \| ([\d,]+) \| (\d+) \| (\d+) \| (\w+) \|")
 
 
@@ -65,7 +65,7 @@ def _name(pair: tuple[dict[str, Any], str]) -> str:
 
 def update(text: str, runs: list[dict[str, Any]]) -> str:
     """The page with a new table."""
-    return re.sub(f"{BEGIN}\n.*?{END}", lambda _: f"{BEGIN}\n{table(runs, text)}\n{END}", text, flags=re.DOTALL)
+    return place(text, "attacks", table(runs, text))
 
 
 def main(*files: str) -> None:

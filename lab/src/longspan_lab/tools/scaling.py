@@ -1,20 +1,16 @@
-"""Compute what training over many GPUs sends, stores and waits for; write the tables of docs/explanation/scaling.md.
+"""Compute what training over many GPUs sends, stores and waits for: the tables of docs/explanation/scaling.md.
 
-    python -m longspan_lab.tools scaling           # print the tables
-    python -m longspan_lab.tools scaling --write   # and put them into the page
+    python -m longspan_lab.tools scaling
 
 Every number is a count of bytes or of steps, not a measurement. A test compares the functions with the bytes that the
 collectives of small models move.
 """
 
-import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from . import DOCS
 
-PAGE = DOCS / "explanation" / "scaling.md"
-BLOCK = "<!-- {0}:begin -->\n\n{1}\n\n<!-- {0}:end -->"
 GPUS = (1, 2, 4, 8, 16, 64, 256, 1024)
 
 
@@ -142,37 +138,58 @@ def amount(size: float) -> str:
     return f"{size / scale:.3g} {unit}"
 
 
-def tables(model: Model | None = None) -> dict[str, str]:
-    """Return the tables of the page by name."""
-    model = model or Model()
-    tokens, row = 4096, 65536
-    sent = [
+def sent() -> str:
+    """What each GPU sends in a training step, by the number of GPUs."""
+    model, tokens = Model(), 4096
+    head = ["GPUs", "DDP", "FSDP2", "sums", "delta rule", "window of 1,024", "ring attention", "Ulysses"]
+    return table(
+        head,
         [
-            str(ranks),
-            amount(data_parallel(model.weights, ranks)),
-            amount(fully_sharded(model.weights, ranks)),
-            amount(model.depth * state_exchange("sum", model, ranks)),
-            amount(model.depth * state_exchange("delta", model, ranks)),
-            amount(model.depth * halo(1023, model.heads * (model.keys + model.values), ranks, bytes_per=2)),
-            amount(model.depth * ring_attention(tokens, model, ranks)),
-            amount(model.depth * ulysses(tokens, model, ranks)) if model.heads % ranks == 0 else "-",
-        ]
-        for ranks in GPUS
-    ]
-    crossed = [
+            [
+                str(ranks),
+                amount(data_parallel(model.weights, ranks)),
+                amount(fully_sharded(model.weights, ranks)),
+                amount(model.depth * state_exchange("sum", model, ranks)),
+                amount(model.depth * state_exchange("delta", model, ranks)),
+                amount(model.depth * halo(1023, model.heads * (model.keys + model.values), ranks, bytes_per=2)),
+                amount(model.depth * ring_attention(tokens, model, ranks)),
+                amount(model.depth * ulysses(tokens, model, ranks)) if model.heads % ranks == 0 else "-",
+            ]
+            for ranks in GPUS
+        ],
+    )
+
+
+def crossovers() -> str:
+    """The lengths from which on states are smaller than what attention sends."""
+    model = Model()
+    return table(
+        ["GPUs", "sums, ring", "sums, Ulysses", "delta, ring", "delta, Ulysses"],
         [
-            str(ranks),
-            *(
-                f"{crossover(kind, model, ranks, other):,}" if other == "ring" or model.heads % ranks == 0 else "-"
-                for kind in ("sum", "delta")
-                for other in ("ring", "ulysses")
-            ),
-        ]
-        for ranks in GPUS[1:]
-    ]
-    busy = [
+            [
+                str(ranks),
+                *(
+                    f"{crossover(kind, model, ranks, other):,}" if other == "ring" or model.heads % ranks == 0 else "-"
+                    for kind in ("sum", "delta")
+                    for other in ("ring", "ulysses")
+                ),
+            ]
+            for ranks in GPUS[1:]
+        ],
+    )
+
+
+def busy() -> str:
+    """The share of time in which a GPU of a wavefront computes."""
+    rows = [
         [str(layers), *(f"{100 * wavefront(layers, ranks):.0f} %" for ranks in GPUS[:7])] for layers in (12, 24, 48)
     ]
+    return table(["layers", *(f"{ranks} GPUs" for ranks in GPUS[:7])], rows)
+
+
+def stored() -> str:
+    """What a GPU stores, by the way of training."""
+    model, row = Model(), 65536
     ways = {
         "DDP, 8 GPUs": memory(model, row, 1, data=8, sharded=False),
         "FSDP2, 8 GPUs": memory(model, row, 1, data=8, sharded=True),
@@ -180,32 +197,9 @@ def tables(model: Model | None = None) -> dict[str, str]:
         "FSDP2, sequence over 8": memory(model, row, 1, sequence=8, sharded=True),
     }
     parts = list(next(iter(ways.values())))
-    stored = [[name, *(amount(way[part]) for part in parts)] for name, way in ways.items()]
-    return {
-        "sent": table(
-            ["GPUs", "DDP", "FSDP2", "sums", "delta rule", "window of 1,024", "ring attention", "Ulysses"], sent
-        ),
-        "crossover": table(["GPUs", "sums, ring", "sums, Ulysses", "delta, ring", "delta, Ulysses"], crossed),
-        "wavefront": table(["layers", *(f"{ranks} GPUs" for ranks in GPUS[:7])], busy),
-        "memory": table(["", *parts], stored),
-    }
+    return table(["", *parts], [[name, *(amount(way[part]) for part in parts)] for name, way in ways.items()])
 
 
-def placed(text: str, made: dict[str, str]) -> str:
-    """Return the text of the page with the tables between their markers."""
-    for name, content in made.items():
-        begin, end = (f"<!-- {name}:{edge} -->" for edge in ("begin", "end"))
-        before, rest = text.split(begin)
-        text = before + BLOCK.format(name, content) + rest.split(end)[1]
-    return text
-
-
-def main(*words: str) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the tables into docs/explanation/scaling.md")
-    made = tables()
-    if parser.parse_args(words).write:
-        PAGE.write_text(placed(PAGE.read_text(encoding="utf-8"), made), encoding="utf-8")
-    else:
-        for name, content in made.items():
-            print(f"{name}\n\n{content}\n")
+PAGES = {
+    DOCS / "explanation" / "scaling.md": {"sent": sent, "crossover": crossovers, "wavefront": busy, "memory": stored}
+}

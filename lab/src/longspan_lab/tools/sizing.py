@@ -6,7 +6,6 @@ Sizes are those of ``init_state`` of models on the meta device, in float32, besi
 depth.
 """
 
-import re
 from typing import Any
 
 import torch
@@ -17,8 +16,6 @@ from longspan.models import pretrained
 
 from . import DOCS
 
-PAGE = DOCS / "how-to" / "serve.md"
-BLOCK = "<!-- sizing:begin -->\n\n{}\n\n<!-- sizing:end -->"
 LARGE = {"vocab": 32000, "dim": 1024, "heads": 8, "depth": 24}
 MODELS: dict[str, dict[str, Any]] = {
     "`text`": {},
@@ -64,16 +61,4 @@ def table() -> str:
     return "\n".join(f"| {' | '.join(one)} |" for one in rows)
 
 
-def written(text: str) -> str:
-    """Return the page with the table replaced. Raises ValueError without its markers."""
-    found, count = re.subn(
-        r"<!-- sizing:begin -->.*<!-- sizing:end -->", lambda _: BLOCK.format(table()), text, flags=re.S
-    )
-    if count != 1:
-        raise ValueError(f"{PAGE.name} has {count} blocks marked sizing, not 1")
-    return found
-
-
-def main() -> None:
-    """Write the table of the page."""
-    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+PAGES = {DOCS / "how-to" / "serve.md": {"sizing": table}}

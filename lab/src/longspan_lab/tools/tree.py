@@ -50,6 +50,4 @@ def page() -> str:
     return "\n".join(("# Source files", "", opening, "", *(line for package in PACKAGES for line in rows(package)), ""))
 
 
-def main() -> None:
-    """Write the page."""
-    (DOCS / "reference" / "files.md").write_text(page(), encoding="utf-8")
+PAGES = {DOCS / "reference" / "files.md": page}
