@@ -15,7 +15,7 @@ from longspan.ops.softmax import dense
 
 from .._utils import palette
 from .._utils.tables import Table
-from .experiment import Buildable, Experiment, Place, Result, Row, at_least, generator, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, generator, setting
 
 Features = Callable[[Tensor, Tensor], random_features.Parts]
 # name -> (feature map, features of one row)
@@ -34,23 +34,23 @@ class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
     estimators: tuple[str, ...] = setting(tuple(ESTIMATORS), f"of {', '.join(ESTIMATORS)}")
-    features: tuple[int, ...] = setting((16, 32, 64, 128, 256, 512, 1024), "even numbers of features")
-    size: int = setting(16, "channels of a head, D")
-    length: int = setting(512, "number of queries, keys and values, all Gaussian")
+    features: tuple[int, ...] = setting((16, 32, 64, 128, 256, 512, 1024), "even numbers of features", least=2)
+    size: int = setting(16, "channels of a head, D", least=2)
+    length: int = setting(512, "number of queries, keys and values, all Gaussian", least=1)
     spreads: tuple[float, ...] = setting((0.5, 1.0), "standard deviations of queries and keys")
-    draws: int = setting(20, "independent sets of rows for the output")
-    pairs: int = setting(1000, "independent sets of rows for the kernel of single pairs")
-    angles: tuple[int, ...] = setting(tuple(range(0, 181, 15)), "degrees between a query and a key, scaled to length 1")
+    draws: int = setting(20, "independent sets of rows for the output", least=2)
+    pairs: int = setting(1000, "independent sets of rows for the kernel of single pairs", least=2)
+    angles: tuple[int, ...] = setting(
+        tuple(range(0, 181, 15)), "degrees between a query and a key, scaled to length 1", least=0
+    )
     seed: int = setting(0, "seed of queries, keys, values and rows")
 
     def __post_init__(self):
+        super().__post_init__()
         for name in self.estimators:
             known(name, ESTIMATORS, "estimator")
-        at_least(2, features=self.features, size=self.size, draws=self.draws, pairs=self.pairs)
-        at_least(1, length=self.length)
         if min(self.spreads) <= 0:
             raise ValueError(f"spreads={min(self.spreads)} must be positive")
-        at_least(0, angles=self.angles)
         if max(self.angles) > 180:
             raise ValueError(f"angles={max(self.angles)} must be at most 180 degrees")
         if odd := [f"{number}" for number in self.features if number % 2]:

@@ -11,7 +11,7 @@ from longspan._utils.spec import known
 from .._utils import palette
 from .._utils.tables import Table
 from . import published, retrieval
-from .experiment import Buildable, Experiment, Place, Result, Row, at_least, generator, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, generator, setting
 from .learning import finite
 
 EVERY, DONE = 100, 1e-3
@@ -25,29 +25,26 @@ class Settings(Buildable):
     kinds: tuple[str, ...] = setting(
         tuple(retrieval.ENCODERS), f"without replacement: of {', '.join(retrieval.ENCODERS)}"
     )
-    keys: tuple[int, ...] = setting((60, 100, 200, 400), "without replacement: numbers of keys S")
+    keys: tuple[int, ...] = setting((60, 100, 200, 400), "without replacement: numbers of keys S", least=2)
     replacing: tuple[str, ...] = setting(
         ("linear", "dpfp1", "dpfp2"), "with replacement: kinds, each with the rules sum and delta, linear with all"
     )
-    repeated: tuple[int, ...] = setting((20, 60, 100, 200), "with replacement: numbers of keys S; 2 S tokens")
-    size: int = setting(64, "channels of a key, D")
-    steps: int = setting(1000, "maximum number of training steps")
-    rate: float = setting(1e-3, "learning rate of Adam")
-    queries: int = setting(128, "minimum number of queries per step; a step reads whole sequences")
-    tests: int = setting(20, f"test sequences, every {EVERY} steps and at the end")
-    patience: int = setting(4, "tests without an improvement of 1 % before training stops")
+    repeated: tuple[int, ...] = setting((20, 60, 100, 200), "with replacement: numbers of keys S; 2 S tokens", least=2)
+    size: int = setting(64, "channels of a key, D", least=1)
+    steps: int = setting(1000, "maximum number of training steps", least=1)
+    rate: float = setting(1e-3, "learning rate of Adam", positive=True)
+    queries: int = setting(128, "minimum number of queries per step; a step reads whole sequences", least=1)
+    tests: int = setting(20, f"test sequences, every {EVERY} steps and at the end", least=1)
+    patience: int = setting(4, "tests without an improvement of 1 % before training stops", least=1)
     seed: int = setting(0, "seed of weights and sequences")
 
     def __post_init__(self):
+        super().__post_init__()
         for name in (*self.kinds, *self.replacing):
             known(name, retrieval.ENCODERS, "kind")
         for name in self.replacing:
             if retrieval.ENCODERS[name].features is None:
                 raise ValueError(f"replacing={name}: the delta rule needs a fixed feature map, which {name} has not")
-        at_least(2, keys=self.keys, repeated=self.repeated)
-        at_least(1, size=self.size, steps=self.steps, queries=self.queries, tests=self.tests, patience=self.patience)
-        if not self.rate > 0:
-            raise ValueError(f"rate={self.rate} must be positive")
 
 
 QUICK = Settings(

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from longspan._utils import spec
-from longspan._utils.spec import known
 from longspan.attention import build
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
@@ -24,7 +23,6 @@ from .experiment import (
     Place,
     Result,
     Row,
-    at_least,
     check_device,
     drawing,
     generator,
@@ -41,31 +39,27 @@ class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
     specs: str = setting(f"softmax; linear; {paper.LSH}", "attentions, separated by semicolons; one model each")
-    seeds: tuple[int, ...] = setting((0,), "seeds of weights and sequences; one training per attention and seed")
-    length: int = setting(128, "even number of tokens: twice a separator and the symbols")
-    symbols: int = setting(10, "number of different symbols, without the separator")
-    dim: int = setting(128, "width of the models")
-    depth: int = setting(4, "number of blocks")
-    heads: int = setting(8, "heads of each attention")
-    feedforward: int = setting(256, "inner width of the feed-forward networks")
+    seeds: tuple[int, ...] = setting(
+        (0,), "seeds of weights and sequences; one training per attention and seed", least=0
+    )
+    length: int = setting(128, "even number of tokens: twice a separator and the symbols", least=4)
+    symbols: int = setting(10, "number of different symbols, without the separator", least=1)
+    dim: int = setting(128, "width of the models", least=1)
+    depth: int = setting(4, "number of blocks", least=1)
+    heads: int = setting(8, "heads of each attention", least=1)
+    feedforward: int = setting(256, "inner width of the feed-forward networks", least=1)
     positions: str = setting("sinusoidal", "positions: none, sinusoidal, learned or rotary")
-    batch: int = setting(16, "sequences per update")
-    steps: int = setting(1500, "number of updates")
-    rate: float = setting(1e-3, "initial learning rate of RAdam")
-    drop_at: int = setting(1200, "updates after which the learning rate drops to a tenth")
-    tests: int = setting(64, f"test sequences, every {EVERY} updates")
-    device: str = setting("cpu", "device: cpu or cuda")
+    batch: int = setting(16, "sequences per update", least=1)
+    steps: int = setting(1500, "number of updates", least=1)
+    rate: float = setting(1e-3, "initial learning rate of RAdam", positive=True)
+    drop_at: int = setting(1200, "updates after which the learning rate drops to a tenth", least=1)
+    tests: int = setting(64, f"test sequences, every {EVERY} updates", least=1)
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
 
     def __post_init__(self):
-        at_least(0, seeds=self.seeds)
-        for name in ("symbols", "dim", "depth", "heads", "feedforward", "batch", "steps", "drop_at", "tests"):
-            at_least(1, **{name: getattr(self, name)})
-        at_least(4, length=self.length)
+        super().__post_init__()
         if self.length % 2:
             raise ValueError(f"length={self.length} must be even: a separator and the symbols come twice")
-        if not self.rate > 0:
-            raise ValueError(f"rate={self.rate} must be positive")
-        known(self.device, DEVICES, "device")
 
     def buildable(self) -> None:
         """Raise ValueError for settings that cannot be built."""
@@ -76,8 +70,7 @@ class Settings(Buildable):
     def config(self, attention: str) -> DecoderConfig:
         """The config of the decoder. Raises ValueError for inconsistent sizes."""
         kind: dict[str, Any] = {"attention": attention, "vocab": self.symbols + 1, "positions": self.positions}
-        size = {"dim": self.dim, "depth": self.depth, "heads": self.heads, "feedforward": self.feedforward}
-        return DecoderConfig(**size, **kind, length=self.length)
+        return DecoderConfig(**self.same("dim", "depth", "heads", "feedforward", "length"), **kind)
 
 
 QUICK = Settings(

@@ -5,13 +5,15 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from longspan._utils import atomic_io
+from longspan._utils.spec import known
+from longspan.train import TrainConfig
 
 from .._utils.tables import Table
 
@@ -60,9 +62,30 @@ class Place(NamedTuple):
         atomic_io.write(self.folder / f"{name}.pt", content.getvalue())
 
 
-def setting(default: Any, what: str) -> Any:
-    """Declare a field of an experiment's settings: its default and the help of its flag."""
-    return field(default=default, metadata={"help": what})
+def setting(
+    default: Any, what: str, *, least: int | None = None, positive: bool = False, among: Mapping[str, Any] | None = None
+) -> Any:
+    """Declare a field of an experiment's settings: its default, the help of its flag, and what it accepts.
+
+    Args:
+        default: the value at the laptop scale.
+        what: the help.
+        least: the smallest number, for a number or for each of several.
+        positive: whether the number must be above 0.
+        among: the accepted names.
+    """
+    return field(default=default, metadata={"help": what, "least": least, "positive": positive, "among": among})
+
+
+def training(settings: Any, folder: Path, **fields: Any) -> TrainConfig:
+    """A training in a folder with the settings that a ``TrainConfig`` has too, and ``fields`` in addition.
+
+    Raises ValueError for a field out of range.
+    """
+    names = ("data", "length", "steps", "batch", "learning_rate", "evaluate_every", "evaluate_examples", "seed")
+    same = {name: getattr(settings, name) for name in names if hasattr(settings, name)}
+    more = {"warmup": min(settings.warmup, settings.steps), "save_every": settings.evaluate_every, "out": str(folder)}
+    return TrainConfig(**same | more | fields)
 
 
 def synthetic(settings: Any) -> dict[str, str]:
@@ -70,8 +93,26 @@ def synthetic(settings: Any) -> dict[str, str]:
     return {}
 
 
+@dataclass(frozen=True)
 class Buildable:
-    """The base of an experiment's settings."""
+    """The base of an experiment's settings, which checks each field as its ``setting`` declares.
+
+    Raises ValueError for a value that a field does not accept.
+    """
+
+    def __post_init__(self):
+        for one in fields(self):
+            value, rules = getattr(self, one.name), one.metadata
+            if rules["least"] is not None:
+                at_least(rules["least"], **{one.name: value})
+            if rules["positive"] and not value > 0:
+                raise ValueError(f"{one.name}={value} must be positive")
+            if rules["among"] is not None:
+                known(value, rules["among"], one.name)
+
+    def same(self, *names: str) -> dict[str, Any]:
+        """The settings of these names, for a config whose fields have the same names."""
+        return {name: getattr(self, name) for name in names}
 
     def buildable(self) -> None:
         """Raise ValueError for a model that cannot be built.

@@ -19,7 +19,7 @@ from .._utils.tables import Table
 from ..data import series
 from ..data.series import Series
 from . import published
-from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, at_least, check_device, generator, setting
+from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, check_device, generator, setting
 from .forecaster import PENALTIES, Forecaster, Ridge, last_day, last_value
 from .learning import Learning, learn
 
@@ -43,32 +43,26 @@ class Settings(Buildable):
         "all", "all: predict every series from all; or a name: that series from itself (published: OT)"
     )
     specs: str = setting("informer; softmax; linear; gla", "attentions, separated by semicolons; one model each")
-    horizons: tuple[int, ...] = setting((24, 48, 168, 336, 720), "numbers of hours to predict")
-    reads: int = setting(0, "hours that the encoder reads; 0: the published number for each horizon")
-    label: int = setting(0, "how many of these the decoder starts with; 0: the published number")
-    seeds: tuple[int, ...] = setting((0,), "seeds of weights, order of the windows and synthetic series")
-    dim: int = setting(64, "width of the models")
-    heads: int = setting(4, "heads of each attention")
-    depth: int = setting(2, "number of encoder blocks; the decoder has one")
-    feedforward: int = setting(128, "inner width of the feed-forward networks")
-    steps: int = setting(150, "number of training steps")
-    tokens: int = setting(4000, "hours per training step, which set the number of windows, at least 4")
-    batch: int = setting(0, "windows per training step; 0: set by --tokens")
-    rate: float = setting(3e-3, "peak learning rate of a cosine schedule")
-    every: int = setting(25, "steps between two evaluations on validation windows; the best weights are kept")
-    looked: int = setting(32, "validation windows per evaluation, evenly spaced; 0: all")
-    tests: int = setting(128, "test windows, evenly spaced; 0: all")
-    device: str = setting("cpu", "device: cpu or cuda")
+    horizons: tuple[int, ...] = setting((24, 48, 168, 336, 720), "numbers of hours to predict", least=1)
+    reads: int = setting(0, "hours that the encoder reads; 0: the published number for each horizon", least=0)
+    label: int = setting(0, "how many of these the decoder starts with; 0: the published number", least=0)
+    seeds: tuple[int, ...] = setting((0,), "seeds of weights, order of the windows and synthetic series", least=0)
+    dim: int = setting(64, "width of the models", least=1)
+    heads: int = setting(4, "heads of each attention", least=1)
+    depth: int = setting(2, "number of encoder blocks; the decoder has one", least=1)
+    feedforward: int = setting(128, "inner width of the feed-forward networks", least=1)
+    steps: int = setting(150, "number of training steps", least=1)
+    tokens: int = setting(4000, "hours per training step, which set the number of windows, at least 4", least=1)
+    batch: int = setting(0, "windows per training step; 0: set by --tokens", least=0)
+    rate: float = setting(3e-3, "peak learning rate of a cosine schedule", positive=True)
+    every: int = setting(25, "steps between two evaluations on validation windows; the best weights are kept", least=1)
+    looked: int = setting(32, "validation windows per evaluation, evenly spaced; 0: all", least=0)
+    tests: int = setting(128, "test windows, evenly spaced; 0: all", least=0)
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
 
     def __post_init__(self):
-        for name in ("horizons", "dim", "heads", "depth", "feedforward", "steps", "tokens", "every"):
-            at_least(1, **{name: getattr(self, name)})
-        for name in ("reads", "label", "batch", "seeds", "looked", "tests"):
-            at_least(0, **{name: getattr(self, name)})
-        if not self.rate > 0:
-            raise ValueError(f"rate={self.rate} must be positive")
+        super().__post_init__()
         series.parsed(self.data)
-        spec.known(self.device, DEVICES, "device")
         if self.data == "synthetic" and len(self.seeds) > 1:
             raise ValueError("data=synthetic is made from the seed, so that several seeds would have several data")
         for horizon in self.horizons:
@@ -96,7 +90,7 @@ class Settings(Buildable):
 
     def model(self, attention: str, channels: int, seed: int) -> Forecaster:
         """A model with initial weights that depend on the seed alone."""
-        size = {"dim": self.dim, "heads": self.heads, "depth": self.depth, "feedforward": self.feedforward}
+        size = self.same("dim", "heads", "depth", "feedforward")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(generator(seed, "weights").initial_seed())
             return Forecaster(attention, channels, **size)

@@ -6,7 +6,6 @@ import re
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ from longspan.train import TrainConfig, begun, bits, fit
 from longspan.train.evaluate import default_batch_size
 
 from . import images_report, images_speed, paper
-from .experiment import Buildable, Experiment, Place, Row, at_least, setting
+from .experiment import Buildable, Experiment, Place, Row, setting, training
 
 DATA = ("digits", "mnist", "cifar10")
 
@@ -62,17 +61,16 @@ class Settings(Buildable):
     precision: str = setting("32", "training precision: 32 | bf16")
     evaluate_every: int = setting(40, "steps between two evaluations on validation images")
     evaluate_examples: int = setting(100, "validation images per evaluation; 0: all")
-    tests: int = setting(500, "test images at the end, evenly spaced; 0: all")
-    samples: int = setting(16, "images that each model generates; it completes about half as many")
+    tests: int = setting(500, "test images at the end, evenly spaced; 0: all", least=0)
+    samples: int = setting(16, "images that each model generates; it completes about half as many", least=1)
     top: float = setting(0.5, "given part of each completed image")
-    batches: tuple[int, ...] = setting((1, 64), "batch sizes of the speed measurements")
-    lengths: tuple[int, ...] = setting((98, 392, 784, 1568, 3072), "numbers of tokens before the timed one")
-    rounds: int = setting(3, "timing rounds")
+    batches: tuple[int, ...] = setting((1, 64), "batch sizes of the speed measurements", least=1)
+    lengths: tuple[int, ...] = setting((98, 392, 784, 1568, 3072), "numbers of tokens before the timed one", least=1)
+    rounds: int = setting(3, "timing rounds", least=1)
     seed: int = setting(0, "seed of weights, order of the images and samples")
 
     def __post_init__(self):
-        at_least(1, samples=self.samples, batches=self.batches, lengths=self.lengths, rounds=self.rounds)
-        at_least(0, tests=self.tests)
+        super().__post_init__()
         spec.known(self.data.partition(":")[0], dict.fromkeys(DATA), "data set of images")
         if not 0 < self.top < 1:
             raise ValueError(f"top={self.top} must lie between 0 and 1: the part of each image that is given")
@@ -93,18 +91,14 @@ class Settings(Buildable):
 
     def config(self, attention: str, vocab: int = 256, length: int = 784) -> DecoderConfig:
         """A model's config. Raises ValueError for inconsistent sizes."""
-        sizes: dict[str, Any] = {"dim": self.dim, "depth": self.depth, "heads": self.heads}
         kind = {"likelihood": self.likelihood, "positions": "learned", "vocab": vocab, "length": length}
-        return DecoderConfig(attention=attention, feedforward=4 * self.dim, **sizes, **kind)
+        return DecoderConfig(
+            attention=attention, feedforward=4 * self.dim, **self.same("dim", "depth", "heads"), **kind
+        )
 
     def run(self, folder: Path) -> TrainConfig:
         """A training in a folder. Raises ValueError for a field out of range."""
-        same = ("data", "steps", "batch", "optimizer", "learning_rate", "schedule", "weight_decay", "precision")
-        same += ("evaluate_every", "evaluate_examples", "seed")
-        fields = {name: getattr(self, name) for name in same}
-        return TrainConfig(
-            **fields, warmup=min(self.warmup, self.steps), save_every=self.evaluate_every, out=str(folder)
-        )
+        return training(self, folder, **self.same("optimizer", "schedule", "weight_decay", "precision"))
 
 
 QUICK = Settings(

@@ -27,7 +27,6 @@ from .experiment import (
     Place,
     Result,
     Row,
-    at_least,
     check_device,
     drawing,
     generator,
@@ -50,34 +49,29 @@ class Settings(Buildable):
     dim: int = setting(96, "width of the models; the feed-forward networks equalize their size")
     depth: int = setting(4, "number of blocks")
     heads: int = setting(4, "heads of each attention")
-    layers: int = setting(2, "layers of the LSTM, whose width equalizes its size")
-    budget: str = setting("seconds", "equal budget of all models: seconds | steps")
-    seconds: float = setting(45.0, "seconds of training for each model with --budget seconds, without evaluations")
-    steps: int = setting(500, "steps of training for each model with --budget steps")
-    batch: int = setting(8, "examples per training step")
-    learning_rate: float = setting(3e-3, "peak learning rate of a cosine schedule over the budget")
-    warmup: int = setting(20, "number of warm-up steps")
-    looks: int = setting(10, "number of evaluations on validation text, evenly spaced over the budget")
-    evaluate_examples: int = setting(64, "validation examples per evaluation; 0: all")
-    tests: int = setting(512, "test examples at the end; 0: all")
-    context: int = setting(1000, "bytes before the timed generation; the state is measured after them")
-    tokens: int = setting(100, "bytes of the timed generation")
-    batches: tuple[int, ...] = setting((1, 16), "batch sizes of the generation")
-    rounds: int = setting(3, "timing rounds")
-    device: str = setting("cpu", "device: cpu or cuda")
+    layers: int = setting(2, "layers of the LSTM, whose width equalizes its size", least=1)
+    budget: str = setting("seconds", "equal budget of all models: seconds | steps", among=BUDGETS)
+    seconds: float = setting(
+        45.0, "seconds of training for each model with --budget seconds, without evaluations", positive=True
+    )
+    steps: int = setting(500, "steps of training for each model with --budget steps", least=1)
+    batch: int = setting(8, "examples per training step", least=1)
+    learning_rate: float = setting(3e-3, "peak learning rate of a cosine schedule over the budget", positive=True)
+    warmup: int = setting(20, "number of warm-up steps", least=0)
+    looks: int = setting(10, "number of evaluations on validation text, evenly spaced over the budget", least=1)
+    evaluate_examples: int = setting(64, "validation examples per evaluation; 0: all", least=0)
+    tests: int = setting(512, "test examples at the end; 0: all", least=0)
+    context: int = setting(1000, "bytes before the timed generation; the state is measured after them", least=1)
+    tokens: int = setting(100, "bytes of the timed generation", least=1)
+    batches: tuple[int, ...] = setting((1, 16), "batch sizes of the generation", least=1)
+    rounds: int = setting(3, "timing rounds", least=1)
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
     seed: int = setting(0, "seed of weights and order of the examples")
 
     def __post_init__(self):
-        at_least(0, evaluate_examples=self.evaluate_examples, tests=self.tests, warmup=self.warmup)
-        for name in ("layers", "steps", "batch", "looks", "context", "tokens", "batches", "rounds"):
-            at_least(1, **{name: getattr(self, name)})
+        super().__post_init__()
         if self.data.partition(":")[0] != "text":
             raise ValueError(f"data={self.data}: the models read bytes of a text, text:stdlib or text:PATH")
-        spec.known(self.budget, BUDGETS, "budget")
-        spec.known(self.device, DEVICES, "device")
-        for name in ("seconds", "learning_rate"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
         for name in self.names():
             spec.known(name, FAMILIES, "model")
 

@@ -15,7 +15,7 @@ from longspan.modules.positions import parse
 
 from .._utils import plots
 from .._utils.tables import Table
-from .experiment import Buildable, Experiment, Place, Result, Row, at_least, generator, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, generator, setting
 from .learning import Learning, fresh, learn
 
 UNIVERSAL, TIED, DEEP = "universal", "plain, as many weights", "plain, as wide"
@@ -30,39 +30,19 @@ class Settings(Buildable):
     positions: str = setting(
         "sinusoidal; relative", "positions, separated by semicolons; every model is trained with each"
     )
-    longest: int = setting(8, "symbols of the longest training sequence; lengths start at 1")
-    tests: tuple[int, ...] = setting((4, 8, 12, 16, 24), "numbers of symbols of the test sequences")
-    symbols: int = setting(10, "number of different symbols")
-    offset: int = setting(32, "upper bound of the random start of sinusoidal positions in training")
-    steps: int = setting(4, "repetitions of the universal block; number of blocks of the plain models")
-    dim: int = setting(64, "width of the universal model and of the equally wide plain one")
-    narrow: int = setting(32, "width of the plain model with equally many weights")
-    heads: int = setting(4, "heads of each attention")
-    batch: int = setting(32, "sequences per update")
-    updates: int = setting(700, "number of updates")
-    rate: float = setting(3e-3, "peak learning rate of a cosine schedule")
-    count: int = setting(64, "test sequences of each length")
-    seed: int = setting(0, "seed of weights and sequences")
-
-    def __post_init__(self):
-        at_least(0, seed=self.seed)
-        names = (
-            "longest",
-            "tests",
-            "symbols",
-            "offset",
-            "steps",
-            "dim",
-            "narrow",
-            "heads",
-            "batch",
-            "updates",
-            "count",
-        )
-        for name in names:
-            at_least(1, **{name: getattr(self, name)})
-        if not self.rate > 0:
-            raise ValueError(f"rate={self.rate} must be positive")
+    longest: int = setting(8, "symbols of the longest training sequence; lengths start at 1", least=1)
+    tests: tuple[int, ...] = setting((4, 8, 12, 16, 24), "numbers of symbols of the test sequences", least=1)
+    symbols: int = setting(10, "number of different symbols", least=1)
+    offset: int = setting(32, "upper bound of the random start of sinusoidal positions in training", least=1)
+    steps: int = setting(4, "repetitions of the universal block; number of blocks of the plain models", least=1)
+    dim: int = setting(64, "width of the universal model and of the equally wide plain one", least=1)
+    narrow: int = setting(32, "width of the plain model with equally many weights", least=1)
+    heads: int = setting(4, "heads of each attention", least=1)
+    batch: int = setting(32, "sequences per update", least=1)
+    updates: int = setting(700, "number of updates", least=1)
+    rate: float = setting(3e-3, "peak learning rate of a cosine schedule", positive=True)
+    count: int = setting(64, "test sequences of each length", least=1)
+    seed: int = setting(0, "seed of weights and sequences", least=0)
 
     def buildable(self) -> None:
         """Raise ValueError for settings that cannot be built."""

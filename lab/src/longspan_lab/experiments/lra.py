@@ -1,8 +1,7 @@
 """The Long Range Arena: every mechanism classifies long sequences, in one configuration; accuracy and cost."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +14,7 @@ from ..bench.candidates import Refused
 from ..data import arena
 from ..data.arena import Arena
 from . import lra_published, lra_report
-from .experiment import DEVICES, Buildable, Experiment, Place, Row, at_least, check_device, generator
+from .experiment import DEVICES, Buildable, Experiment, Place, Row, at_least, check_device, generator, setting
 from .images import slug
 from .learning import Learning, learn
 from .lra_cost import cost
@@ -25,58 +24,48 @@ FEW = ("softmax", "linear")
 LOOK = 256  # validation examples per evaluation
 
 
-def _setting(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": what})
-
-
 @dataclass(frozen=True)
 class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
-    specs: str = _setting(
+    specs: str = setting(
         ALL, "attentions, separated by semicolons; a bare name gets fitting sizes; all: every mechanism"
     )
-    tasks: tuple[str, ...] = _setting(("listops", "image"), "tasks for all of these")
-    few: str = _setting("; ".join(FEW), "attentions that also train on the other tasks")
-    more: tuple[str, ...] = _setting(
+    tasks: tuple[str, ...] = setting(("listops", "image"), "tasks for all of these")
+    few: str = setting("; ".join(FEW), "attentions that also train on the other tasks")
+    more: tuple[str, ...] = setting(
         ("text", "retrieval", "pathfinder"), "tasks for these attentions only; none: no further tasks"
     )
-    listops: str = _setting("made", "made (generated), or listops:FOLDER of TSV files")
-    image: str = _setting("digits", "digits, mnist or cifar10 (the latter two also with :FOLDER)")
-    text: str = _setting("imdb", "imdb (a download), or imdb:FOLDER")
-    retrieval: str = _setting("text:stdlib", "text of many documents: text:stdlib or text:FOLDER")
-    pathfinder: str = _setting("made", "made: generated from the seed")
-    listops_length: int = _setting(128, "maximum tokens of an expression; the shortest have a quarter")
-    text_length: int = _setting(1024, "bytes of a review, from its start")
-    retrieval_length: int = _setting(256, "bytes of a passage")
-    pathfinder_length: int = _setting(256, "pixels of an image, a square number")
-    listops_steps: int = _setting(200, "number of updates")
-    image_steps: int = _setting(250, "number of updates")
-    text_steps: int = _setting(800, "number of updates")
-    retrieval_steps: int = _setting(200, "number of updates")
-    pathfinder_steps: int = _setting(300, "number of updates")
-    examples: int = _setting(10000, "maximum number of training examples")
-    tests: int = _setting(1000, "maximum number of test examples, and of validation examples")
-    dim: int = _setting(64, "width of the models")
-    depth: int = _setting(2, "number of blocks")
-    heads: int = _setting(2, "heads of each attention")
-    feedforward: int = _setting(128, "inner width of the feed-forward networks")
-    batch: int = _setting(16, "examples per update")
-    rate: float = _setting(2e-3, "peak learning rate; a warm-up of a tenth, then a cosine schedule")
-    cost_length: int = _setting(2048, "tokens per sequence for the measurement of time and memory")
-    cost_batch: int = _setting(1, "batch size of that measurement")
-    rounds: int = _setting(5, "timing samples of that measurement")
-    device: str = _setting("cpu", "device: cpu or cuda")
-    seed: int = _setting(0, "seed of weights, order of the examples and generated data")
+    listops: str = setting("made", "made (generated), or listops:FOLDER of TSV files")
+    image: str = setting("digits", "digits, mnist or cifar10 (the latter two also with :FOLDER)")
+    text: str = setting("imdb", "imdb (a download), or imdb:FOLDER")
+    retrieval: str = setting("text:stdlib", "text of many documents: text:stdlib or text:FOLDER")
+    pathfinder: str = setting("made", "made: generated from the seed")
+    listops_length: int = setting(128, "maximum tokens of an expression; the shortest have a quarter")
+    text_length: int = setting(1024, "bytes of a review, from its start")
+    retrieval_length: int = setting(256, "bytes of a passage")
+    pathfinder_length: int = setting(256, "pixels of an image, a square number")
+    listops_steps: int = setting(200, "number of updates")
+    image_steps: int = setting(250, "number of updates")
+    text_steps: int = setting(800, "number of updates")
+    retrieval_steps: int = setting(200, "number of updates")
+    pathfinder_steps: int = setting(300, "number of updates")
+    examples: int = setting(10000, "maximum number of training examples", least=1)
+    tests: int = setting(1000, "maximum number of test examples, and of validation examples", least=1)
+    dim: int = setting(64, "width of the models", least=1)
+    depth: int = setting(2, "number of blocks", least=1)
+    heads: int = setting(2, "heads of each attention", least=1)
+    feedforward: int = setting(128, "inner width of the feed-forward networks", least=1)
+    batch: int = setting(16, "examples per update", least=1)
+    rate: float = setting(2e-3, "peak learning rate; a warm-up of a tenth, then a cosine schedule", positive=True)
+    cost_length: int = setting(2048, "tokens per sequence for the measurement of time and memory", least=1)
+    cost_batch: int = setting(1, "batch size of that measurement", least=1)
+    rounds: int = setting(5, "timing samples of that measurement", least=1)
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
+    seed: int = setting(0, "seed of weights, order of the examples and generated data", least=0)
 
     def __post_init__(self):
-        at_least(0, seed=self.seed)
-        for name in ("examples", "tests", "dim", "depth", "heads", "feedforward", "batch", "cost_length", "cost_batch"):
-            at_least(1, **{name: getattr(self, name)})
-        at_least(1, rounds=self.rounds)
-        if not self.rate > 0:
-            raise ValueError(f"rate={self.rate} must be positive")
-        spec.known(self.device, DEVICES, "device")
+        super().__post_init__()
         for task in (*self.tasks, *self.more):
             if task != lra_report.NONE:
                 spec.known(task, arena.TASKS, "task")

@@ -1,7 +1,7 @@
 """Reinforcement learning with a memory: GTrXL, transformers without its gates, and an LSTM."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import mean
 from typing import Any
 
@@ -12,50 +12,41 @@ from longspan._utils.spec import known
 from .._utils import palette, plots
 from .._utils.tables import Table
 from . import agents, tasks
-from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, at_least, check_device, generator
+from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, check_device, generator, setting
 from .ppo import Learning, learn, play
 
 LAST = 0.1  # last part of the curve that the table averages
-
-
-def _setting(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": what})
 
 
 @dataclass(frozen=True)
 class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
-    tasks: tuple[str, ...] = _setting(("repeat_previous", "autoencode"), f"of {', '.join(tasks.TASKS)}")
-    agents: tuple[str, ...] = _setting(tuple(agents.CORES), f"of {', '.join(agents.CORES)}")
-    seeds: tuple[int, ...] = _setting((0, 1, 2), "seeds of weights, episodes and actions; one training each")
-    steps: int = _setting(90_000, "environment steps per training")
-    environments: int = _setting(32, "number of parallel environments")
-    rollout: int = _setting(104, "steps per environment between two updates; gradients reach that far")
-    block: int = _setting(2, "rollouts after which all episodes restart and the training is saved")
-    parameters: int = _setting(60_000, "number of parameters per agent, which sets its width")
-    depth: int = _setting(2, "number of transformer blocks; an LSTM has one layer")
-    heads: int = _setting(2, "heads of each attention")
-    memory: int = _setting(128, "observations in the memory of a Transformer-XL")
-    rate: float = _setting(2e-3, "initial learning rate; it falls linearly to 0")
-    discount: float = _setting(0.5, "discount of future rewards, per step")
-    trace: float = _setting(0.95, "lambda of the generalized advantage estimate")
-    clip: float = _setting(0.2, "clipping range of the ratio of new and old probabilities")
-    entropy: float = _setting(0.01, "weight of the entropy")
-    value: float = _setting(0.5, "weight of the values' squared error")
-    epochs: int = _setting(4, "epochs per rollout")
-    parts: int = _setting(4, "updates per epoch")
-    device: str = _setting("cpu", "device of the agents: cpu | cuda")
+    tasks: tuple[str, ...] = setting(("repeat_previous", "autoencode"), f"of {', '.join(tasks.TASKS)}")
+    agents: tuple[str, ...] = setting(tuple(agents.CORES), f"of {', '.join(agents.CORES)}")
+    seeds: tuple[int, ...] = setting((0, 1, 2), "seeds of weights, episodes and actions; one training each", least=0)
+    steps: int = setting(90_000, "environment steps per training", least=1)
+    environments: int = setting(32, "number of parallel environments", least=1)
+    rollout: int = setting(104, "steps per environment between two updates; gradients reach that far", least=1)
+    block: int = setting(2, "rollouts after which all episodes restart and the training is saved", least=1)
+    parameters: int = setting(60_000, "number of parameters per agent, which sets its width", least=1)
+    depth: int = setting(2, "number of transformer blocks; an LSTM has one layer", least=1)
+    heads: int = setting(2, "heads of each attention", least=1)
+    memory: int = setting(128, "observations in the memory of a Transformer-XL", least=1)
+    rate: float = setting(2e-3, "initial learning rate; it falls linearly to 0", positive=True)
+    discount: float = setting(0.5, "discount of future rewards, per step")
+    trace: float = setting(0.95, "lambda of the generalized advantage estimate")
+    clip: float = setting(0.2, "clipping range of the ratio of new and old probabilities")
+    entropy: float = setting(0.01, "weight of the entropy")
+    value: float = setting(0.5, "weight of the values' squared error")
+    epochs: int = setting(4, "epochs per rollout", least=1)
+    parts: int = setting(4, "updates per epoch", least=1)
+    device: str = setting("cpu", "device of the agents: cpu | cuda", among=DEVICES)
 
     def __post_init__(self):
-        at_least(0, seeds=self.seeds)
-        names = ("steps", "environments", "rollout", "block", "parameters", "depth", "heads", "memory", "epochs")
-        for name in (*names, "parts"):
-            at_least(1, **{name: getattr(self, name)})
+        super().__post_init__()
         for name in self.tasks:
             known(name, tasks.TASKS, "task")
-        if not self.rate > 0:
-            raise ValueError(f"rate={self.rate} must be positive")
         for name in ("discount", "trace", "clip"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be in [0, 1]")
@@ -71,7 +62,6 @@ class Settings(Buildable):
                 f"steps={self.steps} is less than a block: {self.block} rollouts of {self.rollout} steps in each of "
                 f"{self.environments} environments are {self.each}"
             )
-        known(self.device, DEVICES, "device")
 
     def buildable(self) -> None:
         """Raise ValueError for settings that cannot be built."""

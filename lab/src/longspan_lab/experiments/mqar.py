@@ -13,7 +13,7 @@ from longspan.train import TrainConfig, rate
 from .._utils import palette
 from .._utils.tables import Table
 from . import recall
-from .experiment import Buildable, Experiment, Place, Result, Row, at_least, drawing, generator, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, drawing, generator, setting
 
 SPECS = (
     "softmax",
@@ -43,26 +43,24 @@ class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
     specs: str = setting("; ".join(SPECS), "attentions, separated by semicolons; one model each")
-    dims: tuple[int, ...] = setting((8, 16, 32), "widths of the models, which set the size of the states")
+    dims: tuple[int, ...] = setting((8, 16, 32), "widths of the models, which set the size of the states", least=1)
     rates: tuple[float, ...] = setting((1e-2, 3e-2), "learning rates; the best one counts")
-    heads: int = setting(1, "heads of each attention")
-    depth: int = setting(1, "number of blocks")
+    heads: int = setting(1, "heads of each attention", least=1)
+    depth: int = setting(1, "number of blocks", least=1)
     pairs: tuple[int, ...] = setting(
-        (2, 4, 8, 16), "numbers of key-value pairs in a sequence, in turns during training"
+        (2, 4, 8, 16), "numbers of key-value pairs in a sequence, in turns during training", least=1
     )
-    tokens: int = setting(4, "tokens per pair in a sequence; more than 4 leave blanks between queries")
+    tokens: int = setting(4, "tokens per pair in a sequence; more than 4 leave blanks between queries", least=4)
     vocab: int = setting(32, "vocabulary size: half keys, half values")
-    steps: int = setting(500, f"training steps at most; fewer where all but {1 - DONE:.1%} is recalled")
-    batch: int = setting(32, "sequences per training step")
-    tests: int = setting(256, "test sequences for each number of pairs")
+    steps: int = setting(500, f"training steps at most; fewer where all but {1 - DONE:.1%} is recalled", least=1)
+    batch: int = setting(32, "sequences per training step", least=1)
+    tests: int = setting(256, "test sequences for each number of pairs", least=1)
     seed: int = setting(0, "seed of weights and sequences")
 
     def __post_init__(self):
-        for name in ("dims", "heads", "depth", "pairs", "steps", "batch", "tests"):
-            at_least(1, **{name: getattr(self, name)})
+        super().__post_init__()
         if not all(rate > 0 for rate in self.rates):
             raise ValueError(f"rates={','.join(map(str, self.rates))} must be positive")
-        at_least(4, tokens=self.tokens)
         if self.vocab < 2 * max(self.pairs):
             raise ValueError(f"vocab={self.vocab} must be at least {2 * max(self.pairs)}, twice the number of pairs")
 

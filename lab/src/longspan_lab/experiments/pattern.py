@@ -16,7 +16,7 @@ from longspan.train.evaluate import default_batch_size
 
 from .._utils import plots
 from .._utils.tables import Table
-from .experiment import Buildable, Experiment, Place, Result, Row, at_least, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, setting, training
 from .images import DATA, curve, slug, trained
 
 
@@ -30,7 +30,7 @@ class Settings(Buildable):
         "patterns, separated by semicolons, each joined with causal; all are compared with the first",
     )
     seeds: tuple[int, ...] = setting(
-        (0, 1), "seeds of weights and order of the images; one training per pattern and seed"
+        (0, 1), "seeds of weights and order of the images; one training per pattern and seed", least=0
     )
     dim: int = setting(64, "width of the models")
     depth: int = setting(2, "number of blocks")
@@ -41,10 +41,10 @@ class Settings(Buildable):
     warmup: int = setting(50, "number of warm-up steps")
     evaluate_every: int = setting(100, "steps between two evaluations on validation images")
     evaluate_examples: int = setting(250, "validation images per evaluation; 0: all")
-    tests: int = setting(1000, "test images at the end, evenly spaced; 0: all")
+    tests: int = setting(1000, "test images at the end, evenly spaced; 0: all", least=0)
 
     def __post_init__(self):
-        at_least(0, seeds=self.seeds, tests=self.tests)
+        super().__post_init__()
         spec.known(self.data.partition(":")[0], dict.fromkeys(DATA), "data set of images")
         names = [repr(patterns.parse(name)) for name in self.names()]
         if len(set(names)) < len(names):
@@ -62,16 +62,12 @@ class Settings(Buildable):
 
     def config(self, pattern: str, vocab: int = 256, length: int = 784) -> DecoderConfig:
         """A model's config. Raises ValueError for inconsistent sizes."""
-        kind: dict[str, Any] = {"vocab": vocab, "length": length, "positions": "learned"}
-        size = {"dim": self.dim, "depth": self.depth, "heads": self.heads, "feedforward": 4 * self.dim}
-        return DecoderConfig(attention=f"sparse(pattern={pattern!r})", **size, **kind)
+        kind: dict[str, Any] = {"vocab": vocab, "length": length, "positions": "learned", "feedforward": 4 * self.dim}
+        return DecoderConfig(attention=f"sparse(pattern={pattern!r})", **self.same("dim", "depth", "heads"), **kind)
 
     def run(self, folder: Path, seed: int) -> TrainConfig:
         """A training in a folder. Raises ValueError for a field out of range."""
-        same = ("data", "steps", "batch", "learning_rate", "evaluate_every", "evaluate_examples")
-        fields = {name: getattr(self, name) for name in same}
-        warmup = min(self.warmup, self.steps)
-        return TrainConfig(**fields, seed=seed, warmup=warmup, save_every=self.evaluate_every, out=str(folder))
+        return training(self, folder, seed=seed)
 
 
 QUICK = Settings(

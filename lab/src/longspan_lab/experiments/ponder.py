@@ -12,7 +12,7 @@ from longspan.models.decoder import Decoder
 
 from .._utils import plots
 from .._utils.tables import Table
-from .experiment import Buildable, Experiment, Place, Result, Row, at_least, generator, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, generator, setting
 from .learning import Learning, fresh, learn
 
 FIXED = "all steps"
@@ -24,27 +24,23 @@ class Settings(Buildable):
 
     attention: str = setting("local(window=2)", "attention of the repeated block; window=2 adds one bit per step")
     penalties: tuple[float, ...] = setting((0.002, 0.02), "weights of the ponder cost; one training each")
-    bits: int = setting(6, "bits of a sequence; token t predicts the parity of the first t")
-    cap: int = setting(8, "maximum number of steps")
+    bits: int = setting(6, "bits of a sequence; token t predicts the parity of the first t", least=1)
+    cap: int = setting(8, "maximum number of steps", least=1)
     bias: float = setting(-2.0, "initial bias of the halting unit; -2 gives about eight steps")
-    dim: int = setting(64, "width of the model")
-    heads: int = setting(2, "heads of the attention")
-    feedforward: int = setting(128, "inner width of the feed-forward network")
-    batch: int = setting(64, "sequences per update")
-    steps: int = setting(600, "number of updates")
-    free: int = setting(300, "updates before steps have a price")
-    rate: float = setting(2e-3, "peak learning rate of a cosine schedule")
-    tests: int = setting(512, "test sequences")
-    seed: int = setting(0, "seed of weights and sequences")
+    dim: int = setting(64, "width of the model", least=1)
+    heads: int = setting(2, "heads of the attention", least=1)
+    feedforward: int = setting(128, "inner width of the feed-forward network", least=1)
+    batch: int = setting(64, "sequences per update", least=1)
+    steps: int = setting(600, "number of updates", least=1)
+    free: int = setting(300, "updates before steps have a price", least=0)
+    rate: float = setting(2e-3, "peak learning rate of a cosine schedule", positive=True)
+    tests: int = setting(512, "test sequences", least=1)
+    seed: int = setting(0, "seed of weights and sequences", least=0)
 
     def __post_init__(self):
-        at_least(0, seed=self.seed, free=self.free)
-        for name in ("bits", "cap", "dim", "heads", "feedforward", "batch", "steps", "tests"):
-            at_least(1, **{name: getattr(self, name)})
+        super().__post_init__()
         if not self.penalties or not min(self.penalties) > 0:
             raise ValueError("penalties must be positive; a separate training without a penalty always runs")
-        if not self.rate > 0:
-            raise ValueError(f"rate={self.rate} must be positive")
 
     def buildable(self) -> None:
         """Raise ValueError for settings that cannot be built."""
@@ -53,7 +49,7 @@ class Settings(Buildable):
     def config(self, penalty: float) -> DecoderConfig:
         """The model's config: one block that each token repeats until it halts, or ``cap`` times without a penalty."""
         stack = f"act(steps={self.cap}, bias={self.bias})" if penalty else f"universal(steps={self.cap})"
-        size: dict[str, Any] = {"dim": self.dim, "heads": self.heads, "feedforward": self.feedforward}
+        size = self.same("dim", "heads", "feedforward")
         return DecoderConfig(**size, depth=1, attention=self.attention, vocab=2, positions="none", stack=stack)
 
 

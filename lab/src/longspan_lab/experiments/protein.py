@@ -20,7 +20,7 @@ from .._utils.tables import Table
 from ..data import proteins
 from ..data.proteins import Proteins
 from . import published, residues
-from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, at_least, check_device, generator, setting
+from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, check_device, generator, setting
 from .learning import Learning, born, learn
 from .residues import Asked, Rows
 
@@ -36,28 +36,25 @@ class Settings(Buildable):
 
     data: str = setting("protein", "protein:FILE, a FASTA file of proteins; protein:FOLDER, with one; or synthetic")
     specs: str = setting("; ".join(SPECS), "attentions, separated by semicolons; one model each")
-    length: int = setting(512, "residues per row; a row holds several proteins, and longer ones are cut")
-    dim: int = setting(64, "width of the models")
-    depth: int = setting(2, "number of blocks")
-    heads: int = setting(4, "heads of each attention")
-    steps: int = setting(400, "number of training steps")
-    batch: int = setting(8, "rows per training step")
-    rate: float = setting(3e-3, "peak learning rate of a cosine schedule")
-    every: int = setting(50, "steps between two evaluations on validation proteins")
-    looked: int = setting(0, "validation rows per evaluation, evenly spaced; 0: all")
-    draws: int = setting(2, f"of {residues.SHARES} parts of the test's residues as many are masked, each in its turn")
-    seeds: tuple[int, ...] = setting((0,), "seed of weights, order, masks and synthetic proteins")
-    device: str = setting("cpu", "device: cpu or cuda")
+    length: int = setting(512, "residues per row; a row holds several proteins, and longer ones are cut", least=1)
+    dim: int = setting(64, "width of the models", least=1)
+    depth: int = setting(2, "number of blocks", least=1)
+    heads: int = setting(4, "heads of each attention", least=1)
+    steps: int = setting(400, "number of training steps", least=1)
+    batch: int = setting(8, "rows per training step", least=1)
+    rate: float = setting(3e-3, "peak learning rate of a cosine schedule", positive=True)
+    every: int = setting(50, "steps between two evaluations on validation proteins", least=1)
+    looked: int = setting(0, "validation rows per evaluation, evenly spaced; 0: all", least=0)
+    draws: int = setting(
+        2, f"of {residues.SHARES} parts of the test's residues as many are masked, each in its turn", least=1
+    )
+    seeds: tuple[int, ...] = setting((0,), "seed of weights, order, masks and synthetic proteins", least=0)
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
 
     def __post_init__(self):
-        for name in ("length", "dim", "depth", "heads", "steps", "batch", "every", "draws"):
-            at_least(1, **{name: getattr(self, name)})
-        at_least(0, looked=self.looked, seeds=self.seeds)
-        spec.known(self.device, DEVICES, "device")
+        super().__post_init__()
         if self.draws > residues.SHARES:
             raise ValueError(f"draws={self.draws}: there are {residues.SHARES} parts of the residues to be masked")
-        if not self.rate > 0:
-            raise ValueError(f"rate={self.rate} must be positive")
         if self.data == "synthetic" and len(self.seeds) > 1:
             raise ValueError("data=synthetic is made from the seed, so that several seeds would have several data")
 
@@ -69,14 +66,8 @@ class Settings(Buildable):
 
     def config(self, task: str, attention: str) -> DecoderConfig | EncoderConfig:
         """Config of the model of one task."""
-        size: dict[str, Any] = {
-            "dim": self.dim,
-            "depth": self.depth,
-            "heads": self.heads,
-            "feedforward": 4 * self.dim,
-            "attention": attention,
-            "positions": "sinusoidal",
-        }
+        size = self.same("dim", "depth", "heads") | {"feedforward": 4 * self.dim}
+        size |= {"attention": attention, "positions": "sinusoidal"}
         if task == CAUSAL:
             return DecoderConfig(vocab=residues.LEVELS, **size)
         # One more token, the mask.

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from longspan import ops
 from longspan._utils import spec
-from longspan._utils.spec import known
 from longspan.attention import build, plugins
 
 from .._utils import palette, plots
@@ -21,7 +20,7 @@ from .._utils.tables import Table
 from ..bench import case, figures, local, worker
 from ..bench.worker import timed
 from . import paper
-from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, at_least, check_device, setting
+from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, check_device, setting
 
 # Exponents are fitted from here on; below, constant costs still count.
 FROM = 4096
@@ -49,21 +48,14 @@ class Settings(Buildable):
         f"softmax; softmax@reference; linear; {paper.LSH}",
         "attentions, separated by semicolons; @BACKEND selects a backend",
     )
-    lengths: tuple[int, ...] = setting(tuple(2**power for power in range(9, 17)), "tokens per sequence, N")
-    tokens: int = setting(2**13, "tokens per batch; its sequences are this number divided by N, at least one")
-    heads: int = setting(8, "heads of the layer")
-    size: int = setting(32, "channels of a head")
-    rounds: int = setting(3, "timing samples; the median counts")
-    limit: float = setting(60.0, "limit in seconds per sequence, predicted from the previous length")
-    device: str = setting("cpu", "device: cpu or cuda")
+    lengths: tuple[int, ...] = setting(tuple(2**power for power in range(9, 17)), "tokens per sequence, N", least=SHORT)
+    tokens: int = setting(2**13, "tokens per batch; its sequences are this number divided by N, at least one", least=1)
+    heads: int = setting(8, "heads of the layer", least=1)
+    size: int = setting(32, "channels of a head", least=1)
+    rounds: int = setting(3, "timing samples; the median counts", least=1)
+    limit: float = setting(60.0, "limit in seconds per sequence, predicted from the previous length", positive=True)
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
     seed: int = setting(0, "seed of weights and inputs")
-
-    def __post_init__(self):
-        at_least(SHORT, lengths=self.lengths)
-        at_least(1, tokens=self.tokens, heads=self.heads, size=self.size, rounds=self.rounds)
-        if not self.limit > 0:
-            raise ValueError(f"limit={self.limit} must be positive")
-        known(self.device, DEVICES, "device")
 
     def buildable(self) -> None:
         """Raise ValueError for settings that cannot be built."""

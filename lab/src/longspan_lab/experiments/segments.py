@@ -19,7 +19,7 @@ from longspan.train.evaluate import default_batch_size, total
 from longspan.train.learned import history
 
 from .._utils.tables import Table
-from .experiment import Buildable, Experiment, Place, Result, Row, at_least, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, setting, training
 from .images import curve, trained
 
 VANILLA, XL, SPANS, AUXILIARY = "vanilla", "Transformer-XL", "XL + adaptive span", "vanilla + auxiliary losses"
@@ -39,7 +39,7 @@ class Settings(Buildable):
     ramp: int = setting(32, "tokens over which the weights fall at the end of a span")
     initial: float = setting(96.0, "initial span of all heads")
     penalty: float = setting(1e-5, "weight of the spans in the loss: nats per token of mean span, per layer")
-    targets: int = setting(2, "tokens that each position predicts with auxiliary losses")
+    targets: int = setting(2, "tokens that each position predicts with auxiliary losses", least=1)
     dim: int = setting(96, "width of the models")
     depth: int = setting(4, "number of blocks")
     heads: int = setting(4, "heads of each attention")
@@ -49,17 +49,16 @@ class Settings(Buildable):
     warmup: int = setting(50, "number of warm-up steps")
     evaluate_every: int = setting(100, "steps between two evaluations on validation text")
     evaluate_examples: int = setting(64, "validation segments per evaluation; 0: all")
-    tests: int = setting(256, "test segments at the end; 0: all")
-    stride: int = setting(8, "stride of the test window in bytes")
+    tests: int = setting(256, "test segments at the end; 0: all", least=0)
+    stride: int = setting(8, "stride of the test window in bytes", least=1)
     attended: tuple[int, ...] = setting(
-        (128, 256, 512, 1024, 2048), "numbers of visible tokens in the speed measurements"
+        (128, 256, 512, 1024, 2048), "numbers of visible tokens in the speed measurements", least=1
     )
-    rounds: int = setting(3, "timing rounds")
+    rounds: int = setting(3, "timing rounds", least=1)
     seed: int = setting(0, "seed of weights and order of the examples")
 
     def __post_init__(self):
-        at_least(1, attended=self.attended, rounds=self.rounds, stride=self.stride, targets=self.targets)
-        at_least(0, tests=self.tests)
+        super().__post_init__()
         if self.data.partition(":")[0] != "text":
             raise ValueError(f"data={self.data}: segments are those of a text, text:stdlib or text:PATH")
         if self.stride > self.length:
@@ -83,18 +82,14 @@ class Settings(Buildable):
 
     def run(self, kind: str, folder: Path) -> TrainConfig:
         """A training in a folder. Raises ValueError for a field out of range."""
-        same = ("data", "length", "steps", "batch", "learning_rate", "evaluate_every", "evaluate_examples", "seed")
-        fields = {name: getattr(self, name) for name in same}
-        fields |= {"stream": True} if kind in STREAMS else {}
+        fields: dict[str, Any] = {"stream": True} if kind in STREAMS else {}
         fields |= {"penalty": self.penalty} if kind == SPANS else {}
         fields |= {"intermediate": True, "targets": self.targets} if kind == AUXILIARY else {}
-        return TrainConfig(
-            **fields, warmup=min(self.warmup, self.steps), save_every=self.evaluate_every, out=str(folder)
-        )
+        return training(self, folder, **fields)
 
 
 def _model(settings: Settings, attention: str, **fields: Any) -> DecoderConfig:
-    size: dict[str, Any] = {"dim": settings.dim, "depth": settings.depth, "heads": settings.heads}
+    size = settings.same("dim", "depth", "heads")
     return DecoderConfig(attention=attention, feedforward=4 * settings.dim, vocab=256, **size, **fields)
 
 

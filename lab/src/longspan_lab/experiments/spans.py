@@ -17,7 +17,7 @@ from longspan.train import TrainConfig, bits, fit
 from longspan.train.evaluate import default_batch_size
 
 from .._utils.tables import Table
-from .experiment import Buildable, Experiment, Place, Result, Row, at_least, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, setting, training
 from .images import curve, trained
 
 FREE, PRICED, WINDOW = "spans, no penalty", "spans, penalty", "fixed window"
@@ -43,11 +43,11 @@ class Settings(Buildable):
     warmup: int = setting(50, "number of warm-up steps")
     evaluate_every: int = setting(40, "steps between two records of the spans, with an evaluation on validation text")
     evaluate_examples: int = setting(64, "validation examples per evaluation; 0: all")
-    tests: int = setting(256, "test examples at the end, evenly spaced; 0: all")
+    tests: int = setting(256, "test examples at the end, evenly spaced; 0: all", least=0)
     seed: int = setting(0, "seed of weights and order of the examples")
 
     def __post_init__(self):
-        at_least(0, tests=self.tests)
+        super().__post_init__()
         if self.data.partition(":")[0] != "text":
             raise ValueError(f"data={self.data}: spans are learned on text, text:stdlib or text:PATH")
         if self.penalty <= 0:
@@ -63,22 +63,13 @@ class Settings(Buildable):
         """A model's config. Raises ValueError for inconsistent sizes."""
         spans = f"adaptive_span(span={self.span}, ramp={self.ramp}, initial={self.initial})"
         attention = f"local(window={window})" if kind == WINDOW else spans
-        size: dict[str, Any] = {"dim": self.dim, "depth": self.depth, "heads": self.heads, "feedforward": 4 * self.dim}
-        return DecoderConfig(attention=attention, vocab=256, length=self.length, positions="learned", **size)
+        size = self.same("dim", "depth", "heads", "length")
+        return DecoderConfig(attention=attention, vocab=256, positions="learned", feedforward=4 * self.dim, **size)
 
     def run(self, kind: str, folder: Path) -> TrainConfig:
         """A training in a folder, with a checkpoint per evaluation. Raises ValueError for a field out of range."""
-        same = ("data", "length", "steps", "batch", "learning_rate", "evaluate_every", "evaluate_examples", "seed")
-        fields = {name: getattr(self, name) for name in same}
         penalty = self.penalty if kind == PRICED else 0.0
-        return TrainConfig(
-            **fields,
-            penalty=penalty,
-            warmup=min(self.warmup, self.steps),
-            save_every=self.evaluate_every,
-            keep=self.steps // max(self.evaluate_every, 1) + 1,
-            out=str(folder),
-        )
+        return training(self, folder, penalty=penalty, keep=self.steps // max(self.evaluate_every, 1) + 1)
 
 
 QUICK = Settings(

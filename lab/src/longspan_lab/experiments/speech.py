@@ -1,7 +1,7 @@
 """Speech recognition with CTC: encoders of equal size, errors on unseen speakers, training time."""
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,14 +15,10 @@ from ..bench import case
 from ..speech import corpora
 from ..speech.corpus import Corpus
 from . import published, speech_report, speech_train
-from .experiment import DEVICES, Buildable, Experiment, Place, Row, at_least, check_device
+from .experiment import DEVICES, Buildable, Experiment, Place, Row, check_device, setting
 from .speech_train import LSTM, Training
 
 DIRECTIONS = ("bidirectional", "causal")
-
-
-def _setting(default: Any, what: str) -> Any:
-    return field(default=default, metadata={"help": what})
 
 
 def slug(encoder: str) -> str:
@@ -38,50 +34,38 @@ def slug(encoder: str) -> str:
 class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
-    data: str = _setting("fsdd", "fsdd (a download), fsdd:PATH, an4:FOLDER, or tones (synthetic)")
-    units: str = _setting("letters", "predicted and counted units: letters | phonemes | words")
-    speaker: str = _setting("", "held-out speaker of fsdd; empty: the last by name")
-    longest: int = _setting(24, "maximum digits per string; lengths start at 1")
-    encoders: str = _setting(
+    data: str = setting("fsdd", "fsdd (a download), fsdd:PATH, an4:FOLDER, or tones (synthetic)")
+    units: str = setting("letters", "predicted and counted units: letters | phonemes | words")
+    speaker: str = setting("", "held-out speaker of fsdd; empty: the last by name")
+    longest: int = setting(24, "maximum digits per string; lengths start at 1", least=1)
+    encoders: str = setting(
         "lstm; softmax; reformer(rounds=4); linear", "attentions and lstm, separated by semicolons; one model each"
     )
-    direction: str = _setting("bidirectional", "direction of the encoders: bidirectional | causal (for --stream)")
-    dim: int = _setting(96, "width of the models")
-    depth: int = _setting(3, "number of blocks, and of LSTM layers")
-    heads: int = _setting(4, "heads of each attention")
-    positions: str = _setting("sinusoidal", "positions of the attentions: sinusoidal | rotary | none")
-    stride: int = _setting(2, "frames of 10 ms between two tokens")
-    context: int = _setting(8, "frames per token")
-    epochs: int = _setting(40, "epochs for each encoder")
-    batch: int = _setting(4, "utterances per update")
-    learning_rate: float = _setting(2e-3, "peak learning rate")
-    evaluate_every: int = _setting(4, "epochs between two evaluations on validation utterances")
-    beams: int = _setting(8, "beam size of the final test")
-    lengths: tuple[int, ...] = _setting((800, 1200, 1600, 2000, 2400), "frames per utterance in the timed steps")
-    step_stride: int = _setting(1, "frames between two tokens in the timed steps")
-    step_batch: int = _setting(2, "utterances per timed step")
-    rounds: int = _setting(3, "timing rounds")
-    device: str = _setting("cpu", "device: cpu or cuda")
-    seed: int = _setting(0, "seed of weights, strings of digits and order")
+    direction: str = setting("bidirectional", "direction of the encoders: bidirectional | causal (for --stream)")
+    dim: int = setting(96, "width of the models")
+    depth: int = setting(3, "number of blocks, and of LSTM layers")
+    heads: int = setting(4, "heads of each attention")
+    positions: str = setting("sinusoidal", "positions of the attentions: sinusoidal | rotary | none")
+    stride: int = setting(2, "frames of 10 ms between two tokens")
+    context: int = setting(8, "frames per token")
+    epochs: int = setting(40, "epochs for each encoder", least=1)
+    batch: int = setting(4, "utterances per update", least=1)
+    learning_rate: float = setting(2e-3, "peak learning rate", positive=True)
+    evaluate_every: int = setting(4, "epochs between two evaluations on validation utterances", least=1)
+    beams: int = setting(8, "beam size of the final test", least=1)
+    lengths: tuple[int, ...] = setting(
+        (800, 1200, 1600, 2000, 2400), "frames per utterance in the timed steps", least=1
+    )
+    step_stride: int = setting(1, "frames between two tokens in the timed steps", least=1)
+    step_batch: int = setting(2, "utterances per timed step", least=1)
+    rounds: int = setting(3, "timing rounds", least=1)
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
+    seed: int = setting(0, "seed of weights, strings of digits and order")
 
     def __post_init__(self):
-        names = (
-            "longest",
-            "epochs",
-            "batch",
-            "evaluate_every",
-            "beams",
-            "lengths",
-            "step_stride",
-            "step_batch",
-            "rounds",
-        )
-        at_least(1, **{name: getattr(self, name) for name in names})
+        super().__post_init__()
         corpora.check(self.data, self.units)
-        spec.known(self.device, DEVICES, "device")
         spec.known(self.direction, dict.fromkeys(DIRECTIONS), "direction")
-        if not self.learning_rate > 0:
-            raise ValueError(f"learning_rate={self.learning_rate} must be positive")
         if len(set(map(slug, self.names()))) < len(self.names()):
             raise ValueError(f"encoders={self.encoders}: each of them must come once")
 

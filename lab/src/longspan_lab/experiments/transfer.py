@@ -16,7 +16,7 @@ from longspan.train import TrainConfig, bits, rate
 
 from .._utils import palette
 from .._utils.tables import Table
-from .experiment import Buildable, Experiment, Place, Result, Row, at_least, drawing, setting
+from .experiment import Buildable, Experiment, Place, Result, Row, drawing, setting
 from .learning import finite
 
 STARTS = ("swapped", "scratch")
@@ -35,27 +35,19 @@ MARKS = {
 class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
-    dim: int = setting(64, "width of the models")
-    depth: int = setting(3, "number of blocks")
-    heads: int = setting(4, "heads of each attention")
-    steps: int = setting(600, "training steps of the softmax transformer")
-    rate: float = setting(3e-3, "peak learning rate of its cosine schedule")
-    finetune: int = setting(150, "finetuning steps, and steps of the performer from scratch")
-    finetune_rate: float = setting(1e-3, "peak learning rate after the swap")
-    batch: int = setting(32, "images per step")
-    features: tuple[int, ...] = setting((16, 64, 256), "random rows per head of the performers")
-    draws: int = setting(5, "independent sets of rows for testing the swapped weights")
-    every: int = setting(10, "steps between two evaluations on validation images")
-    images: int = setting(0, "images per evaluation; 0: all")
+    dim: int = setting(64, "width of the models", least=1)
+    depth: int = setting(3, "number of blocks", least=1)
+    heads: int = setting(4, "heads of each attention", least=1)
+    steps: int = setting(600, "training steps of the softmax transformer", least=1)
+    rate: float = setting(3e-3, "peak learning rate of its cosine schedule", positive=True)
+    finetune: int = setting(150, "finetuning steps, and steps of the performer from scratch", least=1)
+    finetune_rate: float = setting(1e-3, "peak learning rate after the swap", positive=True)
+    batch: int = setting(32, "images per step", least=1)
+    features: tuple[int, ...] = setting((16, 64, 256), "random rows per head of the performers", least=1)
+    draws: int = setting(5, "independent sets of rows for testing the swapped weights", least=1)
+    every: int = setting(10, "steps between two evaluations on validation images", least=1)
+    images: int = setting(0, "images per evaluation; 0: all", least=0)
     seed: int = setting(0, "seed of weights, rows and order of the images")
-
-    def __post_init__(self):
-        for name in ("dim", "depth", "heads", "steps", "finetune", "batch", "features", "draws", "every"):
-            at_least(1, **{name: getattr(self, name)})
-        at_least(0, images=self.images)
-        for name in ("rate", "finetune_rate"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}={getattr(self, name)} must be positive")
 
     def buildable(self) -> None:
         """Raise ValueError for settings that cannot be built."""
@@ -64,7 +56,7 @@ class Settings(Buildable):
     def config(self, attention: str) -> DecoderConfig:
         """The decoder's: 64 pixels of 17 levels. Raises ValueError for inconsistent sizes."""
         kind: dict[str, Any] = {"attention": attention, "vocab": 17, "positions": "learned", "length": 64}
-        return DecoderConfig(dim=self.dim, depth=self.depth, heads=self.heads, feedforward=4 * self.dim, **kind)
+        return DecoderConfig(**self.same("dim", "depth", "heads"), feedforward=4 * self.dim, **kind)
 
     def performer(self, features: int) -> str:
         """The spec of a performer."""
