@@ -7,7 +7,7 @@ import longspan
 import ranks
 import shard_cases
 from longspan.attention.base import REGISTRY
-from longspan.distributed import parallel, shards
+from longspan.distributed import parallel
 from longspan_lab.tools import scaling
 
 LIMIT = 1e-10
@@ -46,7 +46,7 @@ HANDED = tuple(
     spec
     for name in longspan.list_mechanisms()
     for spec in REGISTRY[name].examples
-    if name not in (*shards.SUMS, *shards.TOKENS)
+    if not REGISTRY[name].parallel_by
     and "causal" in REGISTRY[name].directions
     and not parallel._why_not(longspan.build(spec, dim=16, heads=2))
 )

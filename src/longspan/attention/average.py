@@ -33,6 +33,7 @@ class Average(Attention[AverageState]):
 
     name, paper, cost = "average", "1805.00631", "N D"
     family = "linear"
+    parallel_by = "sums"
     equations = (
         r"y_t = i_t \odot x_t + f_t \odot g_t, \quad "
         r"g_t = \mathrm{FFN}\left(\frac{1}{t} \sum_{j \le t} x_j\right), \quad "

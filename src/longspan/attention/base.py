@@ -4,7 +4,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Never, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Never, TypedDict, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,31 @@ REGISTRY: dict[str, type["Attention"]] = {}
 # Set by the stack, never by a spec.
 PLACE = ("dim", "heads", "causal", "layer", "depth")
 
+
+class SequenceArguments(TypedDict, total=False):
+    """Arguments of ``Attention.forward`` that most mechanisms support, and hand on: ``**given: Unpack[...]``."""
+
+    mask: Tensor | None
+    segments: Tensor | None
+    record: dict[str, Any] | None
+    donate: bool
+
+
+class ContextArguments(SequenceArguments, total=False):
+    """Those of a mechanism that also attends to a context."""
+
+    context: Tensor | None
+    context_mask: Tensor | None
+
+
+class AllArguments(ContextArguments, total=False):
+    """Those of a mechanism that also has a bidirectional prefix."""
+
+    prefix: Tensor | None
+
+
 # The keyword arguments that a mechanism's ``attend`` may have.
-ARGUMENTS = ("mask", "segments", "prefix", "context", "context_mask", "carry", "record", "donate")
+ARGUMENTS = (*AllArguments.__annotations__, "carry")
 
 
 S = TypeVar("S", bound=tuple[Any, ...], default=Any)
@@ -59,7 +82,8 @@ class Attention(nn.Module, Generic[S]):
     * ``attend(self, x, state, *, ...)``, which computes the output.
 
     ``attend`` names the arguments that it supports: any of ``mask``, ``segments``, ``prefix``, ``context``,
-    ``context_mask``, ``carry``, ``record`` and ``donate``. It returns ``(y, state)``, or ``(y, state, carry)`` if it
+    ``context_mask``, ``carry``, ``record`` and ``donate``; or ``**given: Unpack[...]`` of a TypedDict of them, such as
+    ``SequenceArguments``, if it only hands them on. It returns ``(y, state)``, or ``(y, state, carry)`` if it
     gets a ``carry``. ``forward`` checks all arguments and rejects those that ``attend`` does not name. Two arguments
     differ from those of ``forward``:
 
@@ -103,6 +127,9 @@ class Attention(nn.Module, Generic[S]):
     """the mechanism that this one replaces in a model with these positions"""
     kernels: ClassVar[tuple[str, ...]] = ()
     """the families of CPU kernels that a call uses if there are several: their first call compiles them in parallel"""
+    parallel_by: ClassVar[str] = ""
+    """what a call sees of other shards of its row: ``sums`` (of all, by one exchange), ``tokens`` (the last or all, if
+    the call has no state), or ``""``: the state is handed from shard to shard. A subclass does not inherit it"""
     states: tuple[type, ...] = ()
     """the NamedTuples that self-attention takes and returns as state"""
     contexts: ClassVar[tuple[type, ...]] = ()
@@ -139,9 +166,10 @@ class Attention(nn.Module, Generic[S]):
             missing.append("a docstring, whose first line is its row in the documentation")
         if missing:
             raise TypeError(f"{cls.__name__} needs {', '.join(missing)}")
+        cls.parallel_by = cls.__dict__.get("parallel_by", "")
         cls.examples = cls.__dict__.get("examples") or (cls.name,)
         spec.known(cls.family, FAMILIES, "family of mechanisms")
-        supported = list(inspect.signature(cls.attend).parameters)[3:]
+        supported = _supported(cls.attend)
         for argument in supported:
             spec.known(argument, dict.fromkeys(ARGUMENTS), f"argument of {cls.__name__}.attend")
         cls.supported_args = frozenset(supported)
@@ -426,6 +454,14 @@ class Attention(nn.Module, Generic[S]):
     def extra_repr(self) -> str:
         """Return the spec, dim, heads and causal, for ``repr``."""
         return f"{self.spec}, dim={self.dim}, heads={self.heads}, causal={self.causal}"
+
+
+def _supported(attend: Callable[..., Any]) -> list[str]:
+    """Return the keyword arguments that ``attend`` names, by itself or by the TypedDict of ``**given``."""
+    found = []
+    for name, p in list(inspect.signature(attend).parameters.items())[3:]:
+        found += get_args(p.annotation)[0].__annotations__ if p.kind is p.VAR_KEYWORD else [name]
+    return found
 
 
 @functools.cache

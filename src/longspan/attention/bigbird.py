@@ -1,19 +1,11 @@
 """BigBird: block-sparse softmax attention with a window, global blocks and random blocks."""
 
-from typing import Any
-
-from torch import Tensor, nn
-
 from .. import patterns
-from ..ops.tensors import merge, split
-from ..patterns import Pattern
 from ..states import lookback
-from ..states.kv_cache import KeyValues
-from ..states.window import Window
-from .base import Attention
+from .patterned import Patterned
 
 
-class BigBird(Attention[Window | KeyValues]):
+class BigBird(Patterned):
     r"""Each block of queries sees the blocks around it, the first blocks, and a few random blocks.
 
     ``block``: b, the tokens per block. ``window``: w, the number of blocks of the window, with the query's own block u
@@ -76,33 +68,4 @@ class BigBird(Attention[Window | KeyValues]):
             sees |= patterns.globals(globals * block)
         if random:
             sees |= patterns.random(random, seed, block)
-        self.key_pattern: Pattern = sees & patterns.causal() if causal else sees  # pyright: ignore[reportIncompatibleVariableOverride] never None here
-        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
-
-    def start(self, batch: int, capacity: int) -> Window | KeyValues:
-        return lookback.empty(self.key_pattern, batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
-
-    def attend(
-        self,
-        x: Tensor,
-        state: Window | KeyValues | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        record: dict[str, Any] | None = None,
-        donate: bool = False,
-    ) -> tuple[Tensor, Window | KeyValues | None]:
-        q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
-        o, state = lookback.attend(
-            q,
-            k,
-            v,
-            state,
-            self.key_pattern,
-            layer=self.layer,
-            mask=mask,
-            segments=segments,
-            record=record,
-            donate=donate,
-        )
-        return self.out(merge(o)), state
+        self.see(sees & patterns.causal() if causal else sees)

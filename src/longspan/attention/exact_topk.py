@@ -1,6 +1,6 @@
 """Softmax attention of each query over the keys with the largest scores only."""
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from ..ops.compress import select
 from ..ops.tensors import merge, split
 from ..states import kv_cache
 from ..states.kv_cache import CachedContext, KeyValues
-from .base import Attention
+from .base import Attention, ContextArguments
 
 
 class ExactTopK(Attention[KeyValues | CachedContext]):
@@ -53,32 +53,13 @@ class ExactTopK(Attention[KeyValues | CachedContext]):
         return kv_cache.empty(batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
 
     def attend(
-        self,
-        x: Tensor,
-        state: KeyValues | CachedContext | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        context: Tensor | None = None,
-        context_mask: Tensor | None = None,
-        record: dict[str, Any] | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: KeyValues | CachedContext | None, **given: Unpack[ContextArguments]
     ) -> tuple[Tensor, KeyValues | CachedContext | None]:
-        view, state = kv_cache.view(
-            self._project,
-            x,
-            state,
-            causal=self.causal,
-            context=context,
-            context_mask=context_mask,
-            mask=mask,
-            segments=segments,
-            donate=donate,
-        )
+        view, state = kv_cache.view(self._project, x, state, causal=self.causal, **given)
         q = split(self.query(x), self.heads).to(view.keys.dtype)
         n, keys = q.shape[2], view.keys.shape[2]
         everything = torch.ones(1, keys, dtype=torch.bool, device=x.device).expand(n, -1)
-        if record is not None:
+        if (record := given.get("record")) is not None:
             matrix, used, lse = select.weights(q, view.keys, view.allowed(n), self.keys)
             record.update(mask=used, matrix=matrix, lse=lse)
 

@@ -37,6 +37,7 @@ class FastWeights(Attention[FastWeightsState]):
 
     name, paper, cost = "fast_weights", "2102.11174", "N D^2"
     family = "gated"
+    parallel_by = "sums"
     equations = (
         r"\text{delta:} \quad W_t = W_{t-1} + \beta_t \hat k_t (v_t - W_{t-1}^\top \hat k_t)^\top, \quad "
         r"o_t = W_t^\top \hat q_t, \quad \hat x = \frac{\phi(x)}{\sum_c \phi(x)_c}, \quad "

@@ -1,6 +1,6 @@
 """Linear attention with the RBF kernel, estimated with random Fourier features."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from ..ops.linear import random_features
 from ..ops.tensors import merge, split, upcast_half
 from ..states import sums
 from ..states.sums import ContextSums
-from .base import Attention
+from .base import AllArguments, Attention
 
 
 class FourierState(NamedTuple):
@@ -40,6 +40,7 @@ class Fourier(Attention[FourierState | ContextSums]):
 
     name, paper, cost = "fourier", "1610.09072", "N D^2 log D"
     family = "linear"
+    parallel_by = "sums"
     equations = (
         r"o_i = \frac{\sum_{j \in \mathcal{A}_i} (\phi(q_i) \cdot \phi(k_j)) v_j}{\sum_{j \in \mathcal{A}_i} "
         r"\phi(q_i) \cdot \phi(k_j)}, \quad "
@@ -120,34 +121,11 @@ class Fourier(Attention[FourierState | ContextSums]):
         )
 
     def attend(
-        self,
-        x: Tensor,
-        state: FourierState | ContextSums | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        prefix: Tensor | None = None,
-        context: Tensor | None = None,
-        context_mask: Tensor | None = None,
-        record: dict[str, Any] | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: FourierState | ContextSums | None, **given: Unpack[AllArguments]
     ) -> tuple[Tensor, FourierState | ContextSums | None]:
         form = sums.stable(lambda found: FourierState(found.sums), self.eps)
-        o, state = sums.attend(
-            form,
-            self._parts(self.query(x)),
-            self._project,
-            x,
-            state,
-            causal=self.causal,
-            mask=mask,
-            segments=segments,
-            prefix=prefix,
-            context=context,
-            context_mask=context_mask,
-            record=record,
-            donate=donate,
-        )
+        q = self._parts(self.query(x))
+        o, state = sums.attend(form, q, self._project, x, state, causal=self.causal, **given)
         return self.out(merge(o)), state
 
     def _project(self, x: Tensor) -> tuple[random_features.Parts, Tensor]:

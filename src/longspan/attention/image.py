@@ -2,19 +2,13 @@
 
 from typing import Any
 
-from torch import Tensor, nn
-
 from .. import patterns
 from .._utils.spec import known
-from ..ops.tensors import merge, split
-from ..patterns import Pattern
 from ..states import lookback
-from ..states.kv_cache import KeyValues
-from ..states.window import Window
-from .base import Attention
+from .patterned import Patterned
 
 
-class Image(Attention[Window | KeyValues]):
+class Image(Patterned):
     """Each pixel sees the earlier pixels of its block and of a memory around the block.
 
     ``kind``: ``1d`` for pixels in raster order, or ``2d`` for pixels in the order of ``patterns.block_order``.
@@ -66,24 +60,4 @@ class Image(Attention[Window | KeyValues]):
         # Both patterns reject sizes of the other kind: a number, or a pair.
         shape: tuple[Any, Any] = (block, memory)
         near = patterns.local1d(*shape) if kind == "1d" else patterns.local2d(*shape, width)
-        self.key_pattern: Pattern = near & patterns.causal()  # pyright: ignore[reportIncompatibleVariableOverride] never None here
-        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
-
-    def start(self, batch: int, capacity: int) -> Window | KeyValues:
-        return lookback.empty(self.key_pattern, batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
-
-    def attend(
-        self,
-        x: Tensor,
-        state: Window | KeyValues | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        record: dict[str, Any] | None = None,
-        donate: bool = False,
-    ) -> tuple[Tensor, Window | KeyValues | None]:
-        q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
-        o, state = lookback.attend(
-            q, k, v, state, self.key_pattern, mask=mask, segments=segments, record=record, donate=donate
-        )
-        return self.out(merge(o)), state
+        self.see(near & patterns.causal())

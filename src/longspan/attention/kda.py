@@ -38,6 +38,7 @@ class KDA(Attention[KDAState]):
 
     name, paper, cost = "kda", "2510.26692", "N D^2"
     family = "gated"
+    parallel_by = "sums"
     equations = (
         r"P_t = \mathrm{Diag}(\alpha_t) S_{t-1}, \quad S_t = P_t + \beta_t k_t (v_t - P_t^\top k_t)^\top, \quad "
         r"o_t = \mathrm{norm}\left(\frac{S_t^\top q_t}{\sqrt D}\right) \odot \sigma(G_2 G_1 x_t)",

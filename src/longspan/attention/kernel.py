@@ -1,6 +1,6 @@
 """Kernel attention with a choice of similarities, computed from the definition."""
 
-from typing import Any
+from typing import Unpack
 
 from torch import Tensor, nn
 
@@ -9,7 +9,7 @@ from ..ops.softmax import similarity as op
 from ..ops.tensors import merge, split
 from ..states import kv_cache
 from ..states.kv_cache import CachedContext, KeyValues
-from .base import Attention
+from .base import AllArguments, Attention
 
 
 class Kernel(Attention[KeyValues | CachedContext]):
@@ -81,31 +81,10 @@ class Kernel(Attention[KeyValues | CachedContext]):
         return split(self.key(x), self.heads), split(self.value(x), self.heads)
 
     def attend(
-        self,
-        x: Tensor,
-        state: KeyValues | CachedContext | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        prefix: Tensor | None = None,
-        context: Tensor | None = None,
-        context_mask: Tensor | None = None,
-        record: dict[str, Any] | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: KeyValues | CachedContext | None, **given: Unpack[AllArguments]
     ) -> tuple[Tensor, KeyValues | CachedContext | None]:
         q = split(self.query(x), self.heads)
-        view, state = kv_cache.view(
-            self._project,
-            x,
-            state,
-            causal=self.causal,
-            context=context,
-            context_mask=context_mask,
-            mask=mask,
-            segments=segments,
-            prefix=prefix,
-            donate=donate,
-        )
+        view, state = kv_cache.view(self._project, x, state, causal=self.causal, **given)
         allowed = view.allowed(q.shape[2])
         p = op.weights(
             q,
@@ -116,6 +95,6 @@ class Kernel(Attention[KeyValues | CachedContext]):
             constant=self.constant,
             bandwidth=self.bandwidth,
         )
-        if record is not None:
-            record.update(mask=allowed, matrix=p)
+        if (record := given.get("record")) is not None:
+            record["matrix"] = p
         return self.out(merge(op.attend(p, view.values, self.dropout if self.training else 0.0))), state

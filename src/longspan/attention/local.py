@@ -1,20 +1,17 @@
 """Sliding-window softmax attention."""
 
-from typing import Any
+from torch import Tensor
 
-from torch import Tensor, nn
-
-from ..modules.rotary import check_rotary, rotate
 from ..ops.shards import active_shards
-from ..ops.tensors import merge, positions, split
-from ..patterns import Pattern, band
+from ..patterns import band
 from ..states import lookback
 from ..states.kv_cache import KeyValues
 from ..states.window import Window
-from .base import Attention
+from .base import SequenceArguments
+from .patterned import Patterned
 
 
-class Local(Attention[Window | KeyValues]):
+class Local(Patterned):
     """Softmax attention over the last tokens of a sliding window, with a state of fixed size.
 
     ``window``: w, the number of visible tokens, the token itself included; a bidirectional layer sees the same number
@@ -27,6 +24,7 @@ class Local(Attention[Window | KeyValues]):
 
     name, paper, cost = "local", "2004.05150", "N W D"
     family = "sparse"
+    parallel_by = "tokens"
     equations = (
         r"o_i = \sum_{j \in P_i} p_{ij} v_j, \quad "
         r"p_{ij} = \mathrm{softmax}_{j \in P_i} \frac{q_i \cdot k_j}{\sqrt D}, \quad "
@@ -54,40 +52,14 @@ class Local(Attention[Window | KeyValues]):
         super().__init__(dim, heads, causal=causal)
         if window < 1:
             raise ValueError(f"window={window} must be at least 1: the token itself is visible")
-        groups = kv_heads or heads
-        if groups < 0 or heads % groups:
-            raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}")
-        check_rotary(rotary, rotary_layout, dim // heads)
-        self.window, self.kv_heads, self.groups = window, kv_heads, groups
-        self.rotary, self.rotary_layout = rotary, rotary_layout
-        self.key_pattern: Pattern = band(window - 1, right=0 if causal else window - 1)  # pyright: ignore[reportIncompatibleVariableOverride] never None here
-        self.query = nn.Linear(dim, dim)
-        self.key, self.value = (nn.Linear(dim, dim // heads * groups) for _ in range(2))
-        self.out = nn.Linear(dim, dim)
+        self.window = window
+        seen = band(window - 1, right=0 if causal else window - 1)
+        self.see(seen, kv_heads=kv_heads, rotary=rotary, rotary_layout=rotary_layout)
 
-    def start(self, batch: int, capacity: int) -> Window | KeyValues:
-        return lookback.empty(self.key_pattern, batch, self.groups, capacity, self.dim // self.heads, self.weight_like)
-
-    def attend(
-        self,
-        x: Tensor,
-        state: Window | KeyValues | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        record: dict[str, Any] | None = None,
-        donate: bool = False,
+    def _read(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Window | KeyValues | None, given: SequenceArguments
     ) -> tuple[Tensor, Window | KeyValues | None]:
-        q, k, v = split(self.query(x), self.heads), split(self.key(x), self.groups), split(self.value(x), self.groups)
-        if self.rotary:
-            start = state.position if isinstance(state, Window) else None
-            at, _ = positions(x, start, mask=mask, segments=segments)
-            turn = at, self.rotary, self.rotary_layout
-            q, k = rotate(q, *turn), rotate(k, *turn)
-        if (shards := active_shards()) is not None:
-            o = shards.band(lookback.attend, q, k, v, pattern=self.key_pattern, mask=mask, segments=segments)
-            return self.out(merge(o)), None
-        o, state = lookback.attend(
-            q, k, v, state, self.key_pattern, mask=mask, segments=segments, record=record, donate=donate
-        )
-        return self.out(merge(o)), state
+        if (shards := active_shards()) is None:
+            return super()._read(q, k, v, state, given)
+        mask, segments = given.get("mask"), given.get("segments")
+        return shards.band(lookback.attend, q, k, v, pattern=self.key_pattern, mask=mask, segments=segments), None

@@ -1,6 +1,6 @@
 """Performer: softmax attention estimated by positive random features."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from ..ops.linear import random_features, stabilized
 from ..ops.tensors import merge, split, upcast_half
 from ..states import sums
 from ..states.sums import ContextSums
-from .base import Attention
+from .base import AllArguments, Attention
 
 MAPS = {
     "positive": random_features.positive,
@@ -62,6 +62,7 @@ class Performer(Attention[PerformerState | PeakState | ContextSums]):
 
     name, paper, cost = "performer", "2009.14794", "N D^2 log D"
     family = "linear"
+    parallel_by = "sums"
     equations = (
         r"o_i = \frac{\sum_{j \in \mathcal{A}_i} (\phi(q_i) \cdot \phi(k_j)) v_j}{\sum_{j \in \mathcal{A}_i} "
         r"\phi(q_i) \cdot \phi(k_j)}, \quad "
@@ -155,33 +156,10 @@ class Performer(Attention[PerformerState | PeakState | ContextSums]):
         )
 
     def attend(
-        self,
-        x: Tensor,
-        state: PerformerState | PeakState | ContextSums | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        prefix: Tensor | None = None,
-        context: Tensor | None = None,
-        context_mask: Tensor | None = None,
-        record: dict[str, Any] | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: PerformerState | PeakState | ContextSums | None, **given: Unpack[AllArguments]
     ) -> tuple[Tensor, PerformerState | PeakState | ContextSums | None]:
-        o, state = sums.attend(
-            sums.stable(_state, self.eps),
-            self._parts(self.query(x)),
-            self._project,
-            x,
-            state,
-            causal=self.causal,
-            mask=mask,
-            segments=segments,
-            prefix=prefix,
-            context=context,
-            context_mask=context_mask,
-            record=record,
-            donate=donate,
-        )
+        form, q = sums.stable(_state, self.eps), self._parts(self.query(x))
+        o, state = sums.attend(form, q, self._project, x, state, causal=self.causal, **given)
         return self.out(merge(o)), state
 
     def _project(self, x: Tensor) -> tuple[random_features.Parts, Tensor]:

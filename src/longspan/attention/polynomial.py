@@ -1,6 +1,6 @@
 """Attention with a second-degree polynomial in place of the exponential, in linear time."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 from torch import Tensor, nn
 
@@ -8,7 +8,7 @@ from ..ops.linear import polynomial as op
 from ..ops.tensors import merge, split, upcast_half
 from ..states import sums
 from ..states.sums import ContextSums
-from .base import Attention
+from .base import AllArguments, Attention
 
 
 class PolynomialState(NamedTuple):
@@ -92,17 +92,7 @@ class Polynomial(Attention[PolynomialState | ContextSums]):
         return x * x.shape[-1] ** -0.25
 
     def attend(
-        self,
-        x: Tensor,
-        state: PolynomialState | ContextSums | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        prefix: Tensor | None = None,
-        context: Tensor | None = None,
-        context_mask: Tensor | None = None,
-        record: dict[str, Any] | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: PolynomialState | ContextSums | None, **given: Unpack[AllArguments]
     ) -> tuple[Tensor, PolynomialState | ContextSums | None]:
         q = self._scaled(self.query(x))
         kernel: dict[str, Any] = {"constant": self.constant, "taylor": self.taylor, "eps": self.eps}
@@ -125,21 +115,7 @@ class Polynomial(Attention[PolynomialState | ContextSums]):
             return op.matrix(q, k, allowed, state=before and before.sums, segments=segments, **kernel)
 
         form = sums.Form(attend, matrix, lambda q, found: op.read(q, found, **kernel))
-        o, state = sums.attend(
-            form,
-            q,
-            self._project,
-            x,
-            state,
-            causal=self.causal,
-            mask=mask,
-            segments=segments,
-            prefix=prefix,
-            context=context,
-            context_mask=context_mask,
-            record=record,
-            donate=donate,
-        )
+        o, state = sums.attend(form, q, self._project, x, state, causal=self.causal, **given)
         return self.out(merge(o)), state
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """Softmax attention with residual scores: each layer adds the scores of the layer below."""
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from ..ops.softmax import scores, similarity
 from ..ops.tensors import merge, split, upcast_half
 from ..states import kv_cache
 from ..states.kv_cache import CachedContext, KeyValues
-from .base import Attention
+from .base import AllArguments, Attention
 
 
 class RealFormer(Attention[KeyValues | CachedContext]):
@@ -91,28 +91,11 @@ class RealFormer(Attention[KeyValues | CachedContext]):
         x: Tensor,
         state: KeyValues | CachedContext | None,
         *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        prefix: Tensor | None = None,
-        context: Tensor | None = None,
-        context_mask: Tensor | None = None,
         carry: Tensor | None = None,
-        record: dict[str, Any] | None = None,
-        donate: bool = False,
+        **given: Unpack[AllArguments],
     ) -> tuple[Tensor, KeyValues | CachedContext | None] | tuple[Tensor, KeyValues | CachedContext | None, Tensor]:
         q = split(self.query(x), self.heads)
-        view, state = kv_cache.view(
-            self._project,
-            x,
-            state,
-            causal=self.causal,
-            context=context,
-            context_mask=context_mask,
-            mask=mask,
-            segments=segments,
-            prefix=prefix,
-            donate=donate,
-        )
+        view, state = kv_cache.view(self._project, x, state, causal=self.causal, **given)
         allowed = view.allowed(q.shape[2])
         total = scores.products(q, view.keys)
         if carry is not None:
@@ -120,8 +103,8 @@ class RealFormer(Attention[KeyValues | CachedContext]):
             total = total + carry
         # The mask is applied last: the number that stands for -inf would overflow when summed over layers.
         p = scores.weights(total, allowed)
-        if record is not None:
-            record.update(mask=allowed, matrix=p)
+        if (record := given.get("record")) is not None:
+            record["matrix"] = p
         y = self.out(merge(similarity.attend(p, view.values)))
         return (y, state) if carry is None else (y, state, total)
 

@@ -1,6 +1,6 @@
 """Random feature attention: softmax attention over unit vectors, estimated by random features, with a forget gate."""
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from ..ops.linear import random_features, stabilized
 from ..ops.tensors import merge, split, unit, upcast_half, visible, with_ones
 from ..states import sums
 from ..states.sums import ContextSums
-from .base import Attention
+from .base import AllArguments, Attention, SequenceArguments
 
 MAPS = {"gaussian": random_features.fourier, "arccos": random_features.generalized}
 # Largest logit of the gate. As e^-40 = 4e-18, 1e12 tokens still have equal weights; beyond it 1 - g could become 0.
@@ -59,6 +59,7 @@ class RFA(Attention[RFAState | GatedState | ContextSums]):
 
     name, paper, cost = "rfa", "2103.02143", "N D^2"
     family = "linear"
+    parallel_by = "sums"
     equations = (
         r"o_i = \frac{\sum_{j \in \mathcal{A}_i} (\phi(q_i) \cdot \phi(k_j)) v_j}{\sum_{j \in \mathcal{A}_i} "
         r"\phi(q_i) \cdot \phi(k_j)}, \quad "
@@ -139,40 +140,16 @@ class RFA(Attention[RFAState | GatedState | ContextSums]):
         return GatedState(zeros, zeros.new_zeros(zeros.shape[:2])) if self.gate else RFAState(zeros)
 
     def attend(
-        self,
-        x: Tensor,
-        state: RFAState | GatedState | ContextSums | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        prefix: Tensor | None = None,
-        context: Tensor | None = None,
-        context_mask: Tensor | None = None,
-        record: dict[str, Any] | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: RFAState | GatedState | ContextSums | None, **given: Unpack[AllArguments]
     ) -> tuple[Tensor, RFAState | GatedState | ContextSums | None]:
         q = self._parts(self.query(x))
-        if self.decay is not None and context is None and not isinstance(state, ContextSums):
+        if self.decay is not None and given.get("context") is None and not isinstance(state, ContextSums):
             assert not isinstance(state, RFAState)
             k, v = self._project(x)
-            o, state = self._gated(self.decay(x), q.features(), k.features(), v, state, mask, segments, record, donate)
+            o, state = self._gated(self.decay(x), q.features(), k.features(), v, state, given)
             return self.out(merge(o)), state
         form = sums.stable(lambda found: RFAState(found.sums), self.eps)
-        o, state = sums.attend(
-            form,
-            q,
-            self._project,
-            x,
-            state,
-            causal=self.causal,
-            mask=mask,
-            segments=segments,
-            prefix=prefix,
-            context=context,
-            context_mask=context_mask,
-            record=record,
-            donate=donate,
-        )
+        o, state = sums.attend(form, q, self._project, x, state, causal=self.causal, **given)
         return self.out(merge(o)), state
 
     def _project(self, x: Tensor) -> tuple[random_features.Parts, Tensor]:
@@ -185,11 +162,9 @@ class RFA(Attention[RFAState | GatedState | ContextSums]):
         k: Tensor,
         v: Tensor,
         state: GatedState | None,
-        mask: Tensor | None,
-        segments: Tensor | None,
-        record: dict[str, Any] | None,
-        donate: bool,
+        given: SequenceArguments,
     ) -> tuple[Tensor, GatedState | None]:
+        mask, segments, record = given.get("mask"), given.get("segments"), given.get("record")
         logit = upcast_half(logit).clamp(max=MOST)  # (B,N,H)
         log_decay, write = F.logsigmoid(logit).mT, (-logit).sigmoid().mT[..., None]  # (B,H,N), (B,H,N,1)
         past, mass = (None, None) if state is None else (state.sums, state.mass[..., None, None])
@@ -203,7 +178,7 @@ class RFA(Attention[RFAState | GatedState | ContextSums]):
                 matrix = self._matrix(q, k, log_decay, write, total, allowed, mask, segments, past)
                 record.update(mask=allowed, matrix=matrix)
             values = with_ones(upcast_half(v)) * write
-            found, past = gated.recur(q, k, values, state=past, donate=donate, **options)
+            found, past = gated.recur(q, k, values, state=past, donate=given.get("donate", False), **options)
             o = stabilized.divide(found / total, self.eps).to(v.dtype)
         return o, None if state is None else GatedState(past, mass[..., 0, 0])
 

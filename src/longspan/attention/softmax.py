@@ -32,6 +32,7 @@ class Softmax(Attention[KeyValues | CachedContext]):
 
     name, paper, cost = "softmax", "1706.03762", "N^2 D"
     family = "softmax"
+    parallel_by = "tokens"
     equations = (
         r"o_i = \sum_{j \in \mathcal{A}_i} p_{ij} v_j, \quad "
         r"p_{ij} = \frac{e^{q_i \cdot k_j / \sqrt D}}{\sum_{l \in \mathcal{A}_i} e^{q_i \cdot k_l / \sqrt D}}",

@@ -1,20 +1,11 @@
 """Softmax attention under any pattern of ``longspan.patterns``."""
 
-from typing import Any
-
-from torch import Tensor, nn
-
 from .. import patterns
-from ..modules.rotary import check_rotary, rotate
-from ..ops.tensors import merge, positions, split
-from ..patterns import Pattern
 from ..states import lookback
-from ..states.kv_cache import KeyValues
-from ..states.window import Window
-from .base import Attention
+from .patterned import Patterned
 
 
-class Sparse(Attention[Window | KeyValues]):
+class Sparse(Patterned):
     """Each query sees the keys that a pattern allows, such as ``band(256) | globals(4)``.
 
     Time grows with the visible pairs.
@@ -66,50 +57,7 @@ class Sparse(Attention[Window | KeyValues]):
         rotary_layout: str = "halves",
     ):
         super().__init__(dim, heads, causal=causal)
-        groups = kv_heads or heads
-        if groups < 0 or heads % groups:
-            raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}")
-        check_rotary(rotary, rotary_layout, dim // heads)
-        self.layer, self.pattern, self.kv_heads = layer, pattern, kv_heads
-        self.rotary, self.rotary_layout = rotary, rotary_layout
-        allowed = patterns.parse(pattern)
-        allowed = allowed & patterns.causal() if causal else allowed
-        self.key_pattern: Pattern = allowed  # pyright: ignore[reportIncompatibleVariableOverride]  # never None
-        self.groups = groups
-        width = dim // heads * groups
-        self.query = nn.Linear(dim, dim)
-        self.key, self.value = (nn.Linear(dim, width) for _ in range(2))
-        self.out = nn.Linear(dim, dim)
-
-    def start(self, batch: int, capacity: int) -> Window | KeyValues:
-        return lookback.empty(self.key_pattern, batch, self.groups, capacity, self.dim // self.heads, self.weight_like)
-
-    def attend(
-        self,
-        x: Tensor,
-        state: Window | KeyValues | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        record: dict[str, Any] | None = None,
-        donate: bool = False,
-    ) -> tuple[Tensor, Window | KeyValues | None]:
-        q, k, v = split(self.query(x), self.heads), split(self.key(x), self.groups), split(self.value(x), self.groups)
-        if self.rotary:
-            before = None if state is None else state.position if isinstance(state, lookback.Window) else state.length
-            at, _ = positions(x, before, mask=mask, segments=segments)
-            turn = at, self.rotary, self.rotary_layout
-            q, k = rotate(q, *turn), rotate(k, *turn)
-        o, state = lookback.attend(
-            q,
-            k,
-            v,
-            state,
-            self.key_pattern,
-            layer=self.layer,
-            mask=mask,
-            segments=segments,
-            record=record,
-            donate=donate,
-        )
-        return self.out(merge(o)), state
+        self.layer, self.pattern = layer, pattern
+        seen = patterns.parse(pattern)
+        seen = seen & patterns.causal() if causal else seen
+        self.see(seen, kv_heads=kv_heads, rotary=rotary, rotary_layout=rotary_layout)

@@ -1,20 +1,13 @@
 """Softmax attention in two sparse steps: near keys, and summary keys through which all others are reached."""
 
-from typing import Any
-
-from torch import Tensor, nn
-
 from .. import patterns
 from .._utils.spec import known
-from ..ops.tensors import merge, split
 from ..patterns import Pattern
 from ..states import lookback
-from ..states.kv_cache import KeyValues
-from ..states.window import Window
-from .base import Attention
+from .patterned import Patterned
 
 
-class SparseTransformer(Attention[Window | KeyValues]):
+class SparseTransformer(Patterned):
     r"""Each query sees near keys or every ``block``-th key, so that two steps reach the whole past.
 
     $P_i$ is made of the sets $A_1$ and $A_2$ of the keys $j \le i$.
@@ -85,28 +78,7 @@ class SparseTransformer(Attention[Window | KeyValues]):
             case _:
                 own = (steps(kind, block, summary, head // 2)[head % 2] for head in range(heads))
                 sees = patterns.by_head(*own)
-        sees = sees & patterns.causal() if causal else sees
-        self.key_pattern: Pattern = sees  # pyright: ignore[reportIncompatibleVariableOverride]  # never None
-        self.query, self.key, self.value, self.out = (nn.Linear(dim, dim) for _ in range(4))
-
-    def start(self, batch: int, capacity: int) -> Window | KeyValues:
-        return lookback.empty(self.key_pattern, batch, self.heads, capacity, self.dim // self.heads, self.weight_like)
-
-    def attend(
-        self,
-        x: Tensor,
-        state: Window | KeyValues | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        record: dict[str, Any] | None = None,
-        donate: bool = False,
-    ) -> tuple[Tensor, Window | KeyValues | None]:
-        q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
-        o, state = lookback.attend(
-            q, k, v, state, self.key_pattern, mask=mask, segments=segments, record=record, donate=donate
-        )
-        return self.out(merge(o)), state
+        self.see(sees & patterns.causal() if causal else sees)
 
 
 def steps(kind: str, block: int, summary: int, part: int = 0) -> tuple[Pattern, Pattern]:

@@ -1,6 +1,6 @@
 """Softmax attention whose heads exchange scores and weights: each head uses mixtures of those of all heads."""
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from ..ops.softmax import scores, similarity
 from ..ops.tensors import merge, split
 from ..states import kv_cache
 from ..states.kv_cache import CachedContext, KeyValues
-from .base import Attention
+from .base import AllArguments, Attention
 
 
 class TalkingHeads(Attention[KeyValues | CachedContext]):
@@ -59,37 +59,16 @@ class TalkingHeads(Attention[KeyValues | CachedContext]):
         return split(self.key(x), self.heads), split(self.value(x), self.heads)
 
     def attend(
-        self,
-        x: Tensor,
-        state: KeyValues | CachedContext | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        prefix: Tensor | None = None,
-        context: Tensor | None = None,
-        context_mask: Tensor | None = None,
-        record: dict[str, Any] | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: KeyValues | CachedContext | None, **given: Unpack[AllArguments]
     ) -> tuple[Tensor, KeyValues | CachedContext | None]:
         q = split(self.query(x), self.heads)
-        view, state = kv_cache.view(
-            self._project,
-            x,
-            state,
-            causal=self.causal,
-            context=context,
-            context_mask=context_mask,
-            mask=mask,
-            segments=segments,
-            prefix=prefix,
-            donate=donate,
-        )
+        view, state = kv_cache.view(self._project, x, state, causal=self.causal, **given)
         allowed = view.allowed(q.shape[2])
         mixed = mix(scores.products(q, view.keys), self.mix_scores)
         # The mask comes after the mixture, whose entries of both signs would turn -inf into inf or NaN.
         u = mix(scores.weights(mixed, allowed), self.mix_weights)
-        if record is not None:
-            record.update(mask=allowed, matrix=u)
+        if (record := given.get("record")) is not None:
+            record["matrix"] = u
         return self.out(merge(similarity.attend(u, view.values))), state
 
 

@@ -56,8 +56,7 @@ def checked_arguments(attention: Contract, x: Tensor, state: Any, given: dict[st
 
     Returns:
         The arguments by name. ``segments`` have the ids of real neighbors at masked tokens, ``prefix`` is bool (B,N),
-        and
-        masked tokens of ``context`` are zero.
+        and masked tokens of ``context`` are zero.
 
     Raises:
         ValueError: For an argument of a wrong type, shape or value, or one that the attention does not support.

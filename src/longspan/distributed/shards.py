@@ -37,13 +37,6 @@ from .layout import Layout
 
 Recur = Callable[..., tuple[Tensor, Tensor]]
 
-# Mechanisms that see other tokens through the ops below alone, without or with a state before the row.
-SUMS = (
-    *("linear", "rfa", "performer", "fourier", "average", "fast_weights"),
-    *("retention", "ssd", "gla", "deltanet", "gated_deltanet", "kda"),
-)
-TOKENS = ("local", "softmax")
-
 
 class ShardsOf:
     """The shards of one call of a model; see ``ops.shards.Shards``."""
@@ -57,7 +50,8 @@ class ShardsOf:
     def attend(
         self, attention: Attention, run: Callable[[Tensor, Any], tuple[Any, ...]], x: Tensor, state: Any
     ) -> tuple[Any, ...]:
-        if attention.name in SUMS or (attention.name in TOKENS and state is None):
+        # Mechanisms that see other tokens through the ops below alone.
+        if attention.parallel_by == "sums" or (attention.parallel_by == "tokens" and state is None):
             return run(x, state)
         with hook.use_shards(None):
             return wavefront.attend(attention, run, x, state, self.layout)

@@ -120,6 +120,7 @@ def view(
     mask: Tensor | None = None,
     segments: Tensor | None = None,
     prefix: Tensor | None = None,
+    record: dict[str, Any] | None = None,
     donate: bool = False,
 ) -> tuple[CacheView, KeyValues | CachedContext | None]:
     """Return what the queries of x may see, and the next state.
@@ -128,17 +129,23 @@ def view(
         project: Maps x (B,N,dim) or the context (B,M,context_dim) to keys (B,H,M,D) and values (B,H,M,E).
         x: (B,N,dim) input.
         state: A cache to continue, a cached context to read, or None for x alone.
+        record: Gets ``mask``.
 
     The other arguments are those of ``Attention.forward``.
     """
     if context is not None:
         state = of_context(*project(context), context_mask)
     if isinstance(state, CachedContext):
-        return state.view(), state
-    k, v = project(x)
-    if state is None:
-        return within(k, v, causal=causal, mask=mask, segments=segments, prefix=prefix), None
-    return extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
+        found = state.view()
+    else:
+        k, v = project(x)
+        if state is None:
+            found = within(k, v, causal=causal, mask=mask, segments=segments, prefix=prefix)
+        else:
+            found, state = extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
+    if record is not None:
+        record["mask"] = found.allowed(x.shape[1])
+    return found, state
 
 
 def extend(

@@ -82,8 +82,9 @@ class Block(nn.Module):
             x = self.join3(x, y)
             x = x if self.prenorm else self.norm3(x)
         x = self.join2(x, self.ffn_branch(x))
-        new = None if own is None else own if self.cross is None else CrossState(own, kept)
-        return x if self.prenorm else self.norm2(x), new, carry
+        if own is not None and self.cross is not None:
+            own = CrossState(own, kept)
+        return x if self.prenorm else self.norm2(x), own, carry
 
     def attention_branch(
         self,
