@@ -126,6 +126,10 @@ def test_both_distributions_have_one_version():
     assert line.endswith(f"=={PROJECT['version']}")
 
 
+def test_both_distributions_have_one_license():
+    assert (ROOT / "lab" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
 def test_the_lab_brings_the_commands_that_the_product_announces():
     points = {
         name: f"{LAB['name'].replace('-', '_')}.cli.{name}"
