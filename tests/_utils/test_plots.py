@@ -35,6 +35,10 @@ def test_each_color_stands_out_on_a_dark_page(name):
     assert contrast(on_dark(name), palette.BACKGROUND) >= 3
 
 
+def test_no_color_of_other_series_belongs_to_one_mechanism_alone():
+    assert palette.OTHERS == tuple(color for color, names in palette.TABLE.items() if len(names) > 1)
+
+
 def test_colors_stay_apart_on_a_dark_page():
     assert len({on_dark(name) for name in palette.TABLE}) == len(palette.TABLE)
 

@@ -23,8 +23,10 @@ def draw(path: Path, history: list[dict[str, Any]], text: bool) -> None:
         panel(figure.add_subplot(grid[0, i]), history)
     if "ponder" in last:
         _example(figure.add_subplot(grid[1, :]), last, text)
-    content = png(figure)
-    plt.close(figure)
+    try:
+        content = png(figure)
+    finally:
+        plt.close(figure)
     atomic_io.write(path, content)
 
 
