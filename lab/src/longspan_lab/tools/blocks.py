@@ -1,5 +1,6 @@
 """Pages of the docs that programs write: whole ones, and blocks between markers such as ``<!-- laws:begin -->``."""
 
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,6 +14,12 @@ def place(text: str, name: str, content: str) -> str:
     if not 0 <= start < stop:
         raise ValueError(f"the page needs the markers {begin} and {end}, in this order")
     return f"{text[: start + len(begin)]}\n\n{content}\n\n{text[stop:]}"
+
+
+def replace(text: str, block: Callable[[str], str]) -> str:
+    """The page with each marked block replaced by what ``block`` returns for its name, line breaks included."""
+    marked = r"(<!-- (\w+):begin -->\n).*?(<!-- \2:end -->)"
+    return re.sub(marked, lambda found: f"{found[1]}{block(found[2])}{found[3]}", text, flags=re.DOTALL)
 
 
 def written(page: Path, content: Blocks | Callable[[], str]) -> str:

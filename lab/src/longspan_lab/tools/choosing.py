@@ -19,7 +19,6 @@ Figures of tasks come from the JSON files in docs/results/reproduction.
 """
 
 import json
-import re
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -34,13 +33,13 @@ from .._utils import plots
 from ..bench import figures, members
 from ..bench.report import rows_csv
 from . import DOCS, ROOT
+from .blocks import replace
 
 CHOOSER, PAGE = DOCS / "how-to" / "choose-a-mechanism.md", DOCS / "results" / "mechanisms.md"
 README = ROOT / "README.md"
 TABLES, RESULTS = DOCS / "results" / "mechanisms", ROOT / "benchmarks" / "results"
 TASKS = DOCS / "results" / "reproduction"
 MACHINE, NAME = "epyc-2-cores", "every"
-BLOCK = "<!-- {0}:begin -->\n\n{1}\n\n<!-- {0}:end -->"
 AT = 16384  # tokens of the main table
 DELTA = ("deltanet", "fast_weights", "gated_deltanet", "kda", "rwkv7")
 # What the chooser distinguishes, by its name in tables: the family of the registry, when to use it, and the default.
@@ -359,13 +358,12 @@ def written(text: str, result: Result) -> str:
     """Return the page with every marked block replaced. Raises ValueError for an unknown marker."""
     found = Figures(result)
 
-    def block(match: re.Match) -> str:
-        name = match[1]
+    def block(name: str) -> str:
         if name not in BLOCKS:
             raise ValueError(f"unknown marker {name!r}; known: {', '.join(BLOCKS)}")
-        return BLOCK.format(name, BLOCKS[name](found))
+        return f"\n{BLOCKS[name](found)}\n\n"
 
-    return re.sub(r"<!-- (\w+):begin -->\n.*?<!-- \1:end -->", block, text, flags=re.DOTALL)
+    return replace(text, block)
 
 
 def draw(path: Path, result: Result) -> None:

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from ..bench import profile, report
 from . import DOCS, ROOT
+from .blocks import replace
 
 PAGE, RAW = DOCS / "results" / "performance.md", DOCS / "results" / "benchmarks"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -109,7 +110,6 @@ CANDIDATES = {
     "decay per head": ("decay_attention, head, triton", "decay_attention, head, torch", "fla chunk_simple_gla"),
     "delta rule": ("delta_rule, triton", "delta_rule, torch", "fla chunk_delta_rule"),
 }
-BLOCK = "<!-- {}:begin -->\n{}<!-- {}:end -->"
 
 
 def block(name: str) -> str:
@@ -322,12 +322,7 @@ def add_gpu(path: Path) -> None:
 
 def page(text: str) -> str:
     """Return the page with every marked block replaced."""
-    return re.sub(
-        r"<!-- (\w+):begin -->\n.*?<!-- \1:end -->",
-        lambda found: BLOCK.format(found[1], block(found[1]), found[1]),
-        text,
-        flags=re.DOTALL,
-    )
+    return replace(text, block)
 
 
 def names(machine: str) -> list[str]:

@@ -27,9 +27,9 @@ from .._utils.tables import Table
 from ..experiments import EXPERIMENTS, images_speed, page, paper, published, speech_report
 from ..experiments.experiment import words
 from . import DOCS, choosing
+from .blocks import replace
 
 OVERVIEW, RESULTS = DOCS / "results" / "reproduction.md", DOCS / "results" / "reproduction"
-BLOCK = "<!-- {0}:begin -->\n{1}<!-- {0}:end -->"
 OPEN = "open"
 SHA = 10  # digits of a commit
 
@@ -183,12 +183,7 @@ def _measured(found: dict[str, Any] | None) -> str:
 
 def written(text: str, stem: str) -> str:
     """Return the page ``stem`` with every marked block replaced."""
-    return re.sub(
-        r"<!-- (\w+):begin -->\n.*?<!-- \1:end -->",
-        lambda found: BLOCK.format(found[1], block(found[1], stem)),
-        text,
-        flags=re.DOTALL,
-    )
+    return replace(text, lambda name: block(name, stem))
 
 
 def pages() -> list[Path]:
