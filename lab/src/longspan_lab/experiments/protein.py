@@ -66,8 +66,8 @@ class Settings(Buildable):
 
     def config(self, task: str, attention: str) -> DecoderConfig | EncoderConfig:
         """Config of the model of one task."""
-        size = self.same("dim", "depth", "heads") | {"feedforward": 4 * self.dim}
-        size |= {"attention": attention, "positions": "sinusoidal"}
+        size = self.same("dim", "depth", "heads")
+        size |= {"feedforward": 4 * self.dim, "attention": attention, "positions": "sinusoidal"}
         if task == CAUSAL:
             return DecoderConfig(vocab=residues.LEVELS, **size)
         # One more token, the mask.
