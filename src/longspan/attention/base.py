@@ -17,6 +17,7 @@ from ..ops.isolated import Packed, Part, isolated
 from ..ops.native import build
 from ..ops.shards import active_shards
 from ..patterns import Pattern
+from ..states.journal import Journal
 from ..states.utils import clone
 from . import validation
 from .families import FAMILIES
@@ -357,6 +358,8 @@ class Attention(nn.Module, Generic[S]):
         given: dict[str, Any] = {"mask": mask, "segments": segments, "prefix": prefix, "context": context}
         given |= {"context_mask": context_mask, "carry": carry, "record": record, "donate": donate or None}
         given = {name: value for name, value in given.items() if value is not None}
+        if isinstance(state, Journal):
+            return state.read(self, x, given)
         if _trusted is None:
             given = validation.checked_arguments(self, x, state, given)
         # In a process that shards no tensors, or in a graph, there is nothing to look up.

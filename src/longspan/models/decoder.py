@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._utils.aliases import refuse
+from ..states.journal import Journal
 from . import likelihood
 from .config import DecoderConfig
 from .embedding import Embedding, TiedHead, check_position, check_tokens, initialize, outputs_of, reset_parameters
@@ -113,6 +114,9 @@ class Decoder(nn.Module):
         if unknown:
             refuse("Decoder", unknown, ("tokens", "state", "mask", "segments", "prefix", "record", "donate"))
         check_tokens(tokens, self.start, mask, segments)
+        if isinstance(state, Journal):
+            given = {"mask": mask, "segments": segments, "prefix": prefix, "record": record, "donate": donate or None}
+            return state.read(self, tokens, given)
         if state is not None and not isinstance(state, DecoderState):
             raise ValueError(f"state must be a DecoderState, not {type(state).__name__}")
         position, layers = state if state is not None else (None, None)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from .._utils import atomic_io
 from ..ops.arguments import describe
 from ..ops.operands import check_stored
+from .journal import Journal
 from .kv_cache import FixedKeyValues, KeyValues, fixed
 
 # Names with one meaning in every state: counters, fields of a state that keeps every token, and its axes of tokens.
@@ -27,6 +28,12 @@ TOKENS = {"keys": 2, "values": 2, "mask": 1}
 RESERVED = {"longspan", "tree", "sha256", "format"}
 
 S = TypeVar("S")
+
+
+def _require_ordinary(name: str, *states: Any) -> None:
+    """Raise ValueError for a journal, whose inputs have no place in a file or in another state."""
+    if any(isinstance(state, Journal) for state in states):
+        raise ValueError(f"{name} takes no journal; pass states.settle(state), which cannot be rewound")
 
 
 def tensors(state: Any) -> list[Tensor]:
@@ -139,6 +146,7 @@ def join(states: Sequence[S]) -> S:
         >>> longspan.states.join([short, long]).length
         tensor([3, 7])
     """
+    _require_ordinary("join", *states)
     states = list(states)
     if not states:
         raise ValueError("join needs at least one state")
@@ -196,6 +204,7 @@ def put(state: S, rows: Tensor | Sequence[int], source: S) -> S:
         >>> torch.equal(pool.sums[2], one.sums[0])
         True
     """
+    _require_ordinary("put", state, source)
     if _shape(state) != _shape(source):
         raise ValueError(f"put needs states of one mechanism or stack, not {_shape(state)} and {_shape(source)}")
     index = _row_numbers(rows)
@@ -255,6 +264,7 @@ def fix_capacity(state: S, capacity: int) -> S:
         >>> state.keys.shape
         torch.Size([1, 2, 20, 4])
     """
+    _require_ordinary("fix_capacity", state)
     found: Any = state
     if isinstance(state, KeyValues):
         fits = isinstance(state, FixedKeyValues) and state.keys.shape[2] == capacity
@@ -340,6 +350,7 @@ def save(state: Any, path: str | os.PathLike[str], metadata: Mapping[str, str] |
         >>> torch.equal(again.sums, state.sums)
         True
     """
+    _require_ordinary("save", state)
     path, leaves = atomic_io.check(Path(path)), _named(state)
     _refuse_meta(leaves)
     check_stored("the state", *leaves.values())
@@ -411,6 +422,7 @@ def load(path: str | os.PathLike[str], like: S) -> S:
         >>> torch.equal(again.sums, state.sums)
         True
     """
+    _require_ordinary("load", like)
     path, wanted = atomic_io.check(Path(path)), _named(like)
     _refuse_meta(wanted)
     with _opened(path) as file:

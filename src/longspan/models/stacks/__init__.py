@@ -26,6 +26,7 @@ from ...ops.arguments import describe
 from ...ops.backends import refuse_tracing
 from ...ops.isolated import Packed, Part, isolated
 from ...ops.operands import check_stored
+from ...states.journal import Journal
 from ..config import Seq2SeqConfig, StackConfig
 from . import reversible
 from .block import Block, CrossState
@@ -166,6 +167,8 @@ class Stack(nn.Module):
         if record is not None:
             check_record(record)
         given = {"mask": mask, "segments": segments, "prefix": prefix, "donate": donate or None}
+        if isinstance(state, Journal):
+            return state.read(self, x, given | {"context": context, "record": record})
         arguments = self._checked_arguments(x, state, {k: v for k, v in given.items() if v is not None})
         if state is None and self.crosses != (context is not None):
             need = "needs a context, but none was given" if self.crosses else "has no cross attention for a context"
