@@ -6,18 +6,7 @@ from typing import Any, cast
 from .optional_deps import install
 
 # Shades that stay apart with the common kinds of color blindness, on paper and on a white panel of a dark page.
-COLORS = (
-    "#d55e00",
-    "#56b4e9",
-    "#7a52c7",
-    "#8a8a1f",
-    "#cc79a7",
-    "#2fa8a0",
-    "#8c510a",
-    "#882255",
-    "#8a8a8a",
-    "#332288",
-)
+COLORS = ("#d55e00", "#56b4e9", "#7a52c7", "#8a8a1f", "#cc79a7", "#2fa8a0", "#8c510a", "#882255", "#8a8a8a", "#332288")
 STYLE = {
     "figure.facecolor": "white",
     "font.size": 9.5,
