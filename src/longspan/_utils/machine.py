@@ -3,11 +3,11 @@
 import os
 import platform
 
+import torch
+
 
 def machine() -> dict[str, object]:
     """Facts about this machine."""
-    import torch
-
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
     return {
         "processor": _processor(),
