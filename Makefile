@@ -40,12 +40,12 @@ lint: .venv/dev.stamp
 	$(BIN)/pyright
 	$(BIN)/pyright --project pyright.strict.json
 
-docs: .venv/docs.stamp
+docs: .venv/dev.stamp
 	$(BIN)/sphinx-build -W -b html docs docs/_build
 
 # On a machine with a CUDA GPU and torch: checks and measurements, within 9 minutes. It installs nothing.
 gpu:
-	$(PYTHON) benchmarks/gpu.py
+	$(PYTHON) lab/gpu.py
 
 # For this system, with the kernels compiled; pip install needs no compiler then. Into dist/. Building needs no torch.
 wheel: .venv-wheel/wheel.stamp
@@ -65,13 +65,13 @@ older: .venv/dev.stamp
 clean:
 	rm -rf .venv .venv-peers .venv-older .venv-wheel dist docs/_build docs/jupyter_execute docs/reference/mechanisms docs/reference/mechanisms.md docs/reference/files.md docs/reference/cli.md docs/reference/configs.md .pytest_cache .ruff_cache
 
-.venv/%.stamp: pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install -c constraints.txt -e ".[$*]"
+# Both distributions of this repository.
+.venv/demo.stamp: pyproject.toml lab/pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt -e . -e ./lab
 	@touch $@
 
-# Together with dev, so that nothing of it is taken away.
-.venv/docs.stamp: .venv/dev.stamp
-	$(BIN)/python -m pip install -c constraints.txt -e ".[dev,docs]"
+.venv/dev.stamp: pyproject.toml lab/pyproject.toml constraints.txt | $(BIN)/python
+	$(BIN)/python -m pip install -c constraints.txt -e ".[dev]" -e "./lab[reinforcement]"
 	@touch $@
 
 # Its setup imports torch, so torch comes first, in the version of constraints.txt, and is not hidden by build isolation;

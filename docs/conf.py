@@ -1,14 +1,10 @@
 """Sphinx: ``make docs``. It writes the generated pages first: mechanisms, files, command line."""
 
-import runpy
 from importlib.metadata import version as installed
-from pathlib import Path
 from typing import Any
 
 from longspan import list_mechanisms
-
-HERE = Path(__file__).parent
-TOOLS = HERE.parent / "tools"
+from longspan_lab.tools import blocks, cli_page, configs_page, docs_math, docs_pictures, mechanism_pages, tree
 
 project, author, copyright = "longspan", "the longspan contributors", "the longspan contributors"
 version = release = installed("longspan")
@@ -18,7 +14,7 @@ exclude_patterns = ["_build", "jupyter_execute", "**.ipynb_checkpoints"]
 html_theme, html_title = "furo", "longspan"
 html_static_path, html_css_files = ["static"], ["narrow.css", "formulas.css", "home.css", "sort.css"]
 html_js_files = ["sort.js"]
-html_math_renderer = "mathml"  # tools/docs_math.py
+html_math_renderer = "mathml"  # longspan_lab.tools.docs_math
 html_theme_options: dict[str, Any] = {
     "top_of_page_buttons": [],
     "light_css_variables": {"color-brand-primary": "#1f5fa8", "color-brand-content": "#1f5fa8"},
@@ -45,12 +41,9 @@ def keep_attribute(app: Any, what: str, name: str, obj: Any, options: Any, lines
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", keep_attribute, priority=100)
-    for script in ("docs_math.py", "docs_pictures.py"):
-        runpy.run_path(str(TOOLS / script))["setup"](app)
+    docs_math.setup(app)
+    docs_pictures.setup(app)
 
 
-runpy.run_path(str(TOOLS / "mechanism_pages.py"))["pages"]()
-for made, script in {"files.md": "tree.py", "cli.md": "cli_page.py", "configs.md": "configs_page.py"}.items():
-    page = runpy.run_path(str(TOOLS / script))["page"]()
-    HERE.joinpath("reference", made).write_text(page, encoding="utf-8")
-del made, page, script
+mechanism_pages.main()
+blocks.write(tree.PAGES | cli_page.PAGES | configs_page.PAGES)

@@ -17,7 +17,11 @@ else:
 
     def __getattr__(name: str) -> Any:
         import importlib
+        import importlib.util
 
+        # A module that asks for another one, such as ops for patterns, must not import all of them first.
+        if importlib.util.find_spec(f"{__name__}.{name}"):
+            return importlib.import_module(f".{name}", __name__)
         api = importlib.import_module("._api", __name__)
         # Without them while it is imported, when its modules ask for others here first.
         globals().update((public, getattr(api, public)) for public in getattr(api, "__all__", ()))

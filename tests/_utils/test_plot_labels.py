@@ -8,7 +8,7 @@ pytest.importorskip("matplotlib", reason="pictures: pip install longspan[plot]")
 
 from matplotlib.text import Text
 
-from longspan._utils import plot_labels, plots
+from longspan_lab._utils import plot_labels, plots
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from longspan._utils import palette, plots
+from longspan_lab._utils import palette, plots
 
 pytest.importorskip("matplotlib", reason="the pictures are drawn with matplotlib: pip install longspan[plot]")
 
@@ -33,6 +33,10 @@ COLORS = [*palette.TABLE, *palette.IMPLEMENTATIONS.values(), palette.BASELINE, "
 @pytest.mark.parametrize("name", dict.fromkeys(COLORS))
 def test_each_color_stands_out_on_a_dark_page(name):
     assert contrast(on_dark(name), palette.BACKGROUND) >= 3
+
+
+def test_no_color_of_other_series_belongs_to_one_mechanism_alone():
+    assert palette.OTHERS == tuple(color for color, names in palette.TABLE.items() if len(names) > 1)
 
 
 def test_colors_stay_apart_on_a_dark_page():

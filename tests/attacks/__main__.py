@@ -1,6 +1,7 @@
 """``python -m attacks [NAME ...]``: run attacks at full length and count, as ``make attack`` does.
 
-``--json FILE`` keeps the counts, from which ``python tools/reliability.py FILE`` writes the table of that page.
+``--json FILE`` keeps the counts, from which ``python -m longspan_lab.tools reliability FILE`` writes the table of that
+page.
 """
 
 import argparse
@@ -10,7 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from longspan.experiments import provenance
+from longspan_lab.experiments import provenance
 
 from . import failures, module, names
 

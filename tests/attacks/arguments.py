@@ -14,9 +14,10 @@ from pathlib import Path
 from unittest import mock
 
 from longspan._utils import model_memory
-from longspan.cli import bench, entry, reproduce
+from longspan.cli import entry
 from longspan.cli.parser import Parser
-from longspan.experiments import EXPERIMENTS
+from longspan_lab.cli import bench, reproduce
+from longspan_lab.experiments import EXPERIMENTS
 
 from . import Case
 from ._bounds import TooLong, bounded, complaint
@@ -59,9 +60,7 @@ def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
 def _parsers() -> dict[tuple[str, ...], Parser]:
     found = {("bench", name): bench.subparser(name) for name in bench.BENCHMARKS}
     found |= {("reproduce", name): reproduce.subparser(name) for name in EXPERIMENTS}
-    for name, (module, _) in entry.COMMANDS.items():
-        found[name,] = __import__(f"longspan.cli.{module}", fromlist=["parser"]).parser()
-    return found
+    return found | {(name,): entry.load(name).parser() for name in entry.COMMANDS}
 
 
 def _words(draw: random.Random, parsers: dict[tuple[str, ...], Parser]) -> list[str]:

@@ -17,7 +17,7 @@ from unittest import mock
 
 from longspan.cli import entry
 from longspan.speech import wav
-from longspan.speech.digits import SPOKEN
+from longspan_lab.speech.digits import SPOKEN
 
 from . import Case
 from ._bounds import TooLong, bounded

@@ -15,10 +15,11 @@ import torch
 from PIL import Image
 
 import longspan
-from longspan._utils import plots, png
+from longspan._utils import png
 from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
+from longspan_lab._utils import plots
 
 from . import Case
 

@@ -1,9 +1,9 @@
-"""Planted bugs: each change in ``tests/mutants.toml``, made in a copy of ``src``, fails a test that it names.
+"""Planted bugs: each change in ``tests/mutants.toml``, made in a copy of the sources, fails a test that it names.
 
 A mutant is a table:
 
 * ``what`` goes wrong, in a few words;
-* ``file``, a path under ``src/longspan``, and ``function``, a qualified name in it such as ``Class.method`` ("": the
+* ``file``, a path under a package's folder, and ``function``, a qualified name in it such as ``Class.method`` ("": the
   module itself); a file that has moved is found by its name, or else by the function;
 * ``old``, an expression or a statement that occurs there once, and ``new``, which takes its place. They are compared on
   the syntax tree, so a change of the layout is none. In C++ they are pieces of text, and there is no function;
@@ -30,7 +30,7 @@ from typing import NamedTuple
 from . import Case, _edits
 
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "src" / "longspan"
+PACKAGES = (ROOT / "src" / "longspan", ROOT / "lab" / "src" / "longspan_lab")
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 LIMIT = 300  # seconds for the tests of one mutant
 # With tests that carry a marker, since a mutant may need one that takes long.
@@ -115,7 +115,7 @@ def changed(mutant: Mutant) -> tuple[Path, str]:
             except ValueError as error:
                 reason = reason or str(error)
         if len(fits) > 1:
-            raise ValueError(f"applies to {' and '.join(path.relative_to(PACKAGE).as_posix() for path, _ in fits)}")
+            raise ValueError(f"applies to {' and '.join(path.relative_to(ROOT).as_posix() for path, _ in fits)}")
         if fits:
             return fits[0]
     raise ValueError(reason or f"there is no file {mutant.file}")
@@ -136,9 +136,10 @@ def _changed(mutant: Mutant, text: str) -> str:
 def candidates(mutant: Mutant) -> Iterator[list[Path]]:
     """The files that a mutant may mean: its own, then those of that name, then those with a function of that name."""
     path = Path(mutant.file)
-    yield [PACKAGE / path] if (PACKAGE / path).is_file() else []
-    files = sorted(PACKAGE.rglob(f"*{path.suffix}"))
-    yield [one for one in files if one != PACKAGE / path and _name(one) == _name(path)]
+    own = [package / path for package in PACKAGES if (package / path).is_file()]
+    yield own
+    files = sorted(file for package in PACKAGES for file in package.rglob(f"*{path.suffix}"))
+    yield [one for one in files if one not in own and _name(one) == _name(path)]
     if last := mutant.function.rpartition(".")[2]:
         yield [one for one in files if re.search(rf"\b(def|class) {last}\b", one.read_text(encoding="utf-8"))]
 
@@ -176,11 +177,11 @@ def survives(mutant: Mutant, folder: Path) -> str | None:
         tests = [found(test) for test in mutant.tests]
     except ValueError as error:
         return str(error)
-    package = _copied(folder)
-    copy = package / source.relative_to(ROOT / "src")
+    folders = _copied(folder)
+    copy = folder / source.relative_to(ROOT)
     copy.write_text(text, encoding="utf-8")
     # No bytecode is kept: two changes within a second and of one length would share it.
-    more = {"PYTHONPATH": str(package), "PYTHONDONTWRITEBYTECODE": "1"}
+    more = {"PYTHONPATH": os.pathsep.join(map(str, folders)), "PYTHONDONTWRITEBYTECODE": "1"}
     if "native" in source.parts:
         more["LONGSPAN_CACHE"] = str(folder / "cache")
     command = [*PYTEST, "-x", *tests]
@@ -200,9 +201,10 @@ def survives(mutant: Mutant, folder: Path) -> str | None:
     return None
 
 
-def _copied(folder: Path) -> Path:
-    """A copy of ``src`` in the folder, made once."""
-    package = folder / "src"
-    if not package.is_dir():
-        shutil.copytree(ROOT / "src", package, ignore=shutil.ignore_patterns("__pycache__"))
-    return package
+def _copied(folder: Path) -> list[Path]:
+    """The folders of copies of the packages, made once."""
+    for package in PACKAGES:
+        copy = folder / package.relative_to(ROOT)
+        if not copy.is_dir():
+            shutil.copytree(package, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    return [folder / package.relative_to(ROOT).parent for package in PACKAGES]

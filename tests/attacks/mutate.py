@@ -27,22 +27,28 @@ from . import _operators
 
 ROOT = Path(__file__).parents[2]
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
+PACKAGES = ("src/longspan", "lab/src/longspan_lab")
 LEFT = (".git", ".venv*", "__pycache__", ".*_cache", "_build", "results", "dist", "runs", "demo", "*.egg-info")
 
 
 def find(module: str, root: Path) -> Path:
     """The file of a module: its path, its path below the package, or its dotted name. Raises ValueError if none."""
-    package = root / "src" / "longspan"
-    dotted = module.removeprefix("longspan.").replace(".", "/")
-    tried = [root / module, Path(module).resolve(), package / module, package / f"{dotted}.py", package / dotted]
-    for path in (*tried, *(one / "__init__.py" for one in tried)):
-        if path.is_file() and path.suffix == ".py" and package in path.parents:
-            return path
-    raise ValueError(f"there is no module {module!r} in src/longspan, such as ops/linear/causal.py")
+    for package in (root / one for one in PACKAGES):
+        dotted = module.removeprefix(f"{package.name}.").replace(".", "/")
+        tried = [root / module, Path(module).resolve(), package / module, package / f"{dotted}.py", package / dotted]
+        for path in (*tried, *(one / "__init__.py" for one in tried)):
+            if path.is_file() and path.suffix == ".py" and package in path.parents:
+                return path
+    raise ValueError(f"there is no module {module!r} in {' or '.join(PACKAGES)}, such as ops/linear/causal.py")
+
+
+def package_of(path: Path, root: Path) -> Path:
+    """The folder of the package that a file is in."""
+    return next(root / one for one in PACKAGES if root / one in path.parents)
 
 
 def dotted(path: Path, root: Path) -> str:
-    return ".".join(path.relative_to(root / "src").with_suffix("").parts).removesuffix(".__init__")
+    return ".".join(path.relative_to(package_of(path, root).parent).with_suffix("").parts).removesuffix(".__init__")
 
 
 def default_tests(path: Path, root: Path) -> list[str]:
@@ -53,14 +59,14 @@ def default_tests(path: Path, root: Path) -> list[str]:
     """
     name = path.parent.name if path.stem == "__init__" else path.stem
     files = sorted((root / "tests").rglob("test_*.py"))
-    mirrored = root / "tests" / path.relative_to(root / "src" / "longspan").parent / f"test_{name}.py"
+    mirrored = root / "tests" / path.relative_to(package_of(path, root)).parent / f"test_{name}.py"
     named = [one for one in files if one == mirrored or re.fullmatch(rf"test_{name.lstrip('_')}(_.*)?", one.stem)]
     full = dotted(path, root)
     imported = {one: _imports(one) for one in files}
     users = [one for one in files if any(got == full or got.startswith(f"{full}.") for got in imported[one])]
     if not named and not users:
         package = full.rpartition(".")[0]
-        users = [one for one in files if package != "longspan" and package in imported[one]]
+        users = [one for one in files if "." in package and package in imported[one]]
     found = [one.relative_to(root).as_posix() for one in dict.fromkeys([*named, *users])]
     if not found:
         raise ValueError(f"no test is named after {full} or imports it: pass --tests")
@@ -74,7 +80,7 @@ def _imports(path: Path) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {name for name in found if name.split(".")[0] == "longspan"}
+    return {name for name in found if name.split(".")[0] in ("longspan", "longspan_lab")}
 
 
 def _laws(path: Path, root: Path) -> list[str]:
@@ -99,13 +105,15 @@ def copied(root: Path) -> Iterator[Path]:
         # The compiled kernels, which would take a minute to make again. Mutants never write into the real cache.
         if (kernels := cache_folder() / "native").is_dir():
             shutil.copytree(kernels, copy / "cache" / "native")
-        subprocess.run([sys.executable, "-m", "compileall", "-q", copy / "src"], check=False, capture_output=True)
+        folders = [copy / one for one in PACKAGES]
+        subprocess.run([sys.executable, "-m", "compileall", "-q", *folders], check=False, capture_output=True)
         yield copy
 
 
 def run(tests: list[str], copy: Path, timeout: float) -> tuple[str, str, float]:
     """Run tests in the copy until one fails -> ("passed", "failed" or "timeout", the first failure, seconds)."""
-    more = {"PYTHONPATH": str(copy / "src"), "PYTHONDONTWRITEBYTECODE": "1", "LONGSPAN_CACHE": str(copy / "cache")}
+    paths = os.pathsep.join(str((copy / one).parent) for one in PACKAGES)
+    more = {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "LONGSPAN_CACHE": str(copy / "cache")}
     command = [*PYTEST, "-x", *tests]
     begin = time.monotonic()
     # A file, since a process that the tests started may hold a pipe open.

@@ -20,14 +20,16 @@ import torch
 
 import longspan
 from longspan import data
-from longspan._utils import atomic_io, plots, png
+from longspan._utils import atomic_io, png
 from longspan.cli import entry
-from longspan.data import proteins, series
-from longspan.experiments.experiment import Place
 from longspan.models import checkpoint
-from longspan.speech import fsdd, wav
+from longspan.speech import wav
 from longspan.train import run_summary
 from longspan.train.learned import history
+from longspan_lab._utils import plots
+from longspan_lab.data import proteins, series
+from longspan_lab.experiments.experiment import Place
+from longspan_lab.speech import fsdd
 
 from . import Case
 from ._bounds import TooLong, bounded, complaint

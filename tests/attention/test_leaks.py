@@ -1,15 +1,14 @@
 """The leak of published causal forms with 1, 4 and 8 heads: docstrings and page have the measured figures."""
 
-import importlib.util
 import re
-from pathlib import Path
 
 import pytest
 
 from longspan._utils.spec import head
 from longspan.attention.base import REGISTRY
+from longspan_lab.tools import leaks
 
-DOCS = Path(__file__).parents[2] / "docs"
+(LAB,) = leaks.PAGES
 SPECS = [
     "reformer(chunk=8, rounds=1, buckets=16, published=True)",
     "reformer(chunk=8, rounds=1, buckets=4, published=True)",
@@ -19,38 +18,23 @@ SPECS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def script():
-    found = importlib.util.spec_from_file_location("leaks_script", DOCS.parent / "tools" / "leaks.py")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
-
-
-def test_every_measured_form_is_compared(script):
-    assert sorted(SPECS) == sorted(script.SPECS)
-    assert script.HEADS == (1, 4, 8)
+def test_every_measured_form_is_compared():
+    assert sorted(SPECS) == sorted(leaks.SPECS)
+    assert leaks.HEADS == (1, 4, 8)
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_the_docstring_and_the_page_have_the_measured_figures(script, spec):
-    shares = script.shares(spec)
+def test_the_docstring_and_the_page_have_the_measured_figures(spec):
+    shares = leaks.shares(spec)
     # The three figures in one sentence, with any words between them.
     figures = r"\b[^%.;]*?(?: %)?[^%.;]*?".join(rf"(?<![\d.]){re.escape(share)}" for share in shares) + " %"
     assert re.search(figures, " ".join(REGISTRY[head(spec)].__doc__.split()))
     row = f"| `{spec}` | {' | '.join(f'{share} %' for share in shares)} |"
-    assert row in script.PAGE.read_text(encoding="utf-8").splitlines()
+    assert row in LAB.read_text(encoding="utf-8").splitlines()
 
 
 @pytest.mark.parametrize(
     "spec", ["reformer(chunk=8, rounds=1, buckets=4)", "routing(clusters=8, window=8)", "informer"]
 )
-def test_the_default_forms_leak_nothing_with_many_heads(script, spec):
-    assert script.leak(spec, 8) == 0
-
-
-def test_the_table_is_written_between_the_markers(script):
-    page = "a\n<!-- leaks:begin -->\nold\n<!-- leaks:end -->\nb\n"
-    assert script.written(page, "new") == "a\n<!-- leaks:begin -->\n\nnew\n\n<!-- leaks:end -->\nb\n"
-    with pytest.raises(ValueError, match="the page has no block between <!-- leaks:begin -->"):
-        script.written("a", "new")
+def test_the_default_forms_leak_nothing_with_many_heads(spec):
+    assert leaks.leak(spec, 8) == 0

@@ -7,10 +7,11 @@ import pytest
 import torch
 
 import longspan
-from longspan.bench import guard, throughput
+from longspan._utils.machine import machine
 from longspan.generation.sampling import generate
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
+from longspan_lab.bench import guard, throughput
 
 
 class Scripted(guard.Guard):
@@ -100,7 +101,7 @@ def test_every_model_is_timed_at_every_position():
 
 
 def test_machine_names_what_matters():
-    assert {"processor", "cores", "threads", "load", "python", "torch"} <= set(guard.machine())
+    assert {"processor", "cores", "threads", "load", "python", "torch"} <= set(machine())
 
 
 class TestMemory:
@@ -147,7 +148,7 @@ def taken(code: str, first: str = "pass") -> float:
     """MB that a process needs at its peak for some code, beyond what it needed before."""
     lines = (
         "import torch, longspan",
-        "from longspan.bench.worker import highest",
+        "from longspan_lab.bench.worker import highest",
         first,
         "before = highest()",
         code,

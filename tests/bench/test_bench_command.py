@@ -14,8 +14,12 @@ pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longs
 
 from PIL import Image
 
-from longspan._utils import plots
-from longspan.bench import (
+from longspan.cli.entry import WRONG, main
+from longspan.generation.native_decoder import Engine
+from longspan.models import pretrained
+from longspan.ops.native.call import available
+from longspan_lab._utils import plots
+from longspan_lab.bench import (
     attention,
     candidates,
     case,
@@ -29,11 +33,7 @@ from longspan.bench import (
     peers,
     report,
 )
-from longspan.cli import bench
-from longspan.cli.entry import WRONG, main
-from longspan.generation.native_decoder import Engine
-from longspan.models import pretrained
-from longspan.ops.native.call import available
+from longspan_lab.cli import bench
 
 TINY = ["--rounds", "1", "--out", "o", "--debug"]
 MODEL = ["--dim", "6", "--depth", "1", "--heads", "2", "--feedforward", "5"]

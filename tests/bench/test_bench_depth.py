@@ -10,8 +10,8 @@ pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longs
 
 from PIL import Image
 
-from longspan.bench import candidates, depth
 from longspan.cli.entry import WRONG, main
+from longspan_lab.bench import candidates, depth
 
 SMALL = ["--length", "32", "--dim", "8", "--heads", "2", "--feedforward", "16"]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from longspan.bench import hybrids
 from longspan.compat import transformers as on_cpu
+from longspan_lab.bench import hybrids
 
 pytest.importorskip("transformers")
 

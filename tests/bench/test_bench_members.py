@@ -15,9 +15,9 @@ from PIL import Image
 import longspan
 from longspan.attention.families import FAMILIES
 from longspan.attention.registry import mechanism
-from longspan.bench import candidates, case, figures, guard, members
 from longspan.cli.entry import INTERRUPTED, WRONG, main
 from longspan.states import nbytes
+from longspan_lab.bench import candidates, case, figures, guard, members
 
 SMALL = ["--dim", "8", "--heads", "2", "--rounds", "1", "--out", "o", "--debug"]
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 import bench_subjects
-from longspan.bench import candidates, decoders, decoding, local, oracle, peers, worker
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.ops.backends import backend
 from longspan.ops.native.call import available
+from longspan_lab.bench import candidates, decoders, decoding, local, oracle, peers, worker
 
 ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, "-I", worker.__file__, bench_subjects.__file__]

@@ -1,7 +1,6 @@
 """``longspan bench pattern``: nothing is timed that is not right, figures follow from what was measured, and limits."""
 
 import csv
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -14,10 +13,11 @@ pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longs
 from PIL import Image
 
 from longspan import patterns
-from longspan.bench import candidates, case, guard, pattern, worker
 from longspan.cli.entry import WRONG, main
 from longspan.ops import sparse
 from longspan.ops.native.call import available
+from longspan_lab.bench import candidates, case, guard, pattern, worker
+from longspan_lab.tools import performance
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ("band(5)", "causal & (band(2) | random(2))")
@@ -291,36 +291,31 @@ def test_a_mistake_is_one_line_and_code_2(line, at, capsys):
 
 
 def test_the_pages_take_the_figures_of_a_folder(capsys, weightless, monkeypatch, at):
-    spec = importlib.util.spec_from_file_location("performance_script", ROOT / "tools" / "performance.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    assert "<!-- pattern:begin -->" in script.PAGE.read_text(encoding="utf-8")
-    monkeypatch.setattr(script, "PAGE", at / "performance.md")
-    monkeypatch.setattr(script, "RAW", at / "benchmarks")
-    monkeypatch.setattr(script, "RESULTS", at / "results")
-    monkeypatch.setattr(script, "MACHINES", ("new", "old"))
-    script.PAGE.write_text("before\n<!-- pattern:begin -->\n<!-- pattern:end -->\nafter\n")
-    script.main([])
-    assert "results/new" not in script.PAGE.read_text()
-    assert list(script.RAW.iterdir()) == []
+    assert "<!-- pattern:begin -->" in performance.PAGE.read_text(encoding="utf-8")
+    monkeypatch.setattr(performance, "PAGE", at / "performance.md")
+    monkeypatch.setattr(performance, "RAW", at / "benchmarks")
+    monkeypatch.setattr(performance, "RESULTS", at / "results")
+    monkeypatch.setattr(performance, "MACHINES", ("new", "old"))
+    performance.PAGE.write_text("before\n<!-- pattern:begin -->\n<!-- pattern:end -->\nafter\n")
+    performance.main()
+    assert "results/new" not in performance.PAGE.read_text()
+    assert list(performance.RAW.iterdir()) == []
     ran(capsys, "--patterns", "band(5)", "--lengths", "17", "--no-backward")
     # Kinds of other pages and results of unfinished runs are skipped.
     Path("o/members.json").write_text('{"benchmark": "members"}')
     Path("o/step.partial.json").write_text('{"benchmark": "step", "partial": true}')
-    script.main(["o"])
-    page = script.PAGE.read_text()
+    performance.main("o")
+    page = performance.PAGE.read_text()
     assert "(../../benchmarks/results/new/pattern.png)" in page
     assert "(benchmarks/new.md#pattern)" in page
     assert page.startswith("before\n<!-- pattern:begin -->\n")
     assert page.endswith("<!-- pattern:end -->\nafter\n")
-    raw = (script.RAW / "new.md").read_text()
+    raw = (performance.RAW / "new.md").read_text()
     assert "## pattern\n" in raw
     assert "keys per query" in raw
     found = at / "results" / "new"
     assert {path.name for path in found.iterdir()} == {f"pattern.{end}" for end in ("json", "csv", "png")}
     found.rename(at / "results" / "old")  # measured on the other machine alone
-    script.main([])
-    assert "results/old/pattern.png" in script.PAGE.read_text()
-    assert (script.RAW / "old.md").exists()
+    performance.main()
+    assert "results/old/pattern.png" in performance.PAGE.read_text()
+    assert (performance.RAW / "old.md").exists()

@@ -1,7 +1,6 @@
 """``longspan bench profile``: shares follow from clocks and times, and kernels with clocks compute the same values."""
 
 import csv
-import importlib.util
 import json
 import mmap
 import re
@@ -12,12 +11,13 @@ import torch
 
 pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longspan[plot]")
 
-from longspan._utils import palette
-from longspan.bench import candidates, case, gated, guard, limits, profile
 from longspan.cli.entry import WRONG, main
 from longspan.ops.native import build
 from longspan.ops.native.build import toolchain
 from longspan.ops.native.call import available
+from longspan_lab._utils import palette
+from longspan_lab.bench import candidates, case, gated, guard, limits, profile
+from longspan_lab.tools import performance
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADER = toolchain.FOLDER / "shared" / "stages.h"
@@ -260,15 +260,10 @@ def row(what, **values):
 
 
 def test_tables_over_machines(at, monkeypatch):
-    spec = importlib.util.spec_from_file_location("performance_script", ROOT / "tools" / "performance.py")
-    assert spec is not None
-    assert spec.loader is not None
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
-    monkeypatch.setattr(script, "RESULTS", at)
-    monkeypatch.setattr(script, "MACHINES", ("new", "old", "none"))
-    assert "Not measured yet" in script.shares()
-    assert "Not measured yet" in script.token_steps()
+    monkeypatch.setattr(performance, "RESULTS", at)
+    monkeypatch.setattr(performance, "MACHINES", ("new", "old", "none"))
+    assert "Not measured yet" in performance.shares()
+    assert "Not measured yet" in performance.token_steps()
 
     new = {"rows": [row("sequence", length=4096, share=0.42), row("step", batch=64, to_bound=1.25)]}
     avx2 = {"rows": [row("sequence", length=4096, share=0.33)]}
@@ -292,17 +287,17 @@ def test_tables_over_machines(at, monkeypatch):
         path.write_text(json.dumps(result))
 
     share = 100 * 6 * 64 * 64 * 8 * 4096 / 0.01 / 1e9 / 250
-    shares = script.block("shares")
+    shares = performance.block("shares")
     assert "| kernel | tokens | new | new, AVX2 kernels | old* |" in shares
     assert f"| delta | 4,096 | 42 / - | 33 / - | {share:.0f} / - |" in shares
     assert "| linear | 4,096 | - | - | 20 / 10 |" in shares
     assert "copy" not in shares
     new["rows"].append({**row("sequence", length=512, share=0.25), "kernel": "convolution"})
     (at / "new" / "profile.json").write_text(json.dumps(new))
-    shares = script.block("shares")
+    shares = performance.block("shares")
     assert "| convolution | 512 | 25 / - | - | - |" in shares
     assert "convolution: percent of the rate of a copy" in shares
-    steps = script.block("token_steps")
+    steps = performance.block("token_steps")
     assert "| delta | 64 | 1.25 | - | 1.50 |" in steps
     assert "| linear | 1 | - | - | 1.70 |" in steps
     assert "9.00" not in steps

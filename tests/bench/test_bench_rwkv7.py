@@ -9,9 +9,9 @@ import torch
 pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longspan[plot]")
 pytest.importorskip("transformers", reason="the model is one of transformers: pip install longspan[transformers]")
 
-from longspan.bench import rwkv7
-from longspan.bench.candidates import Refused
 from longspan.cli.entry import WRONG, main
+from longspan_lab.bench import rwkv7
+from longspan_lab.bench.candidates import Refused
 
 SMALL = ["--length", "16", "--layers", "2", "--width", "64", "--vocabulary", "31", "--rounds", "1", "--out", "o"]
 

@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longspan[plot]")
 
 import longspan
-from longspan.bench import serve
 from longspan.cli import trained
 from longspan.cli.entry import main
+from longspan_lab.bench import serve
 
 CONFIG = longspan.DecoderConfig(vocab=256, dim=16, heads=2, depth=1, attention="gated_deltanet", feedforward=16)
 

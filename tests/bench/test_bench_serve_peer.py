@@ -13,8 +13,8 @@ pytest.importorskip("tokenizers", reason="the prompts: pip install longspan[toke
 
 import tokenizers
 
-from longspan.bench import hybrids, serve_peer
 from longspan.cli.entry import main
+from longspan_lab.bench import hybrids, serve_peer
 
 # A server whose tokens are characters. It repeats the prompt, after FIRST seconds, with GAP seconds between tokens.
 FAKE = """

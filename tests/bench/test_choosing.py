@@ -1,7 +1,6 @@
 """The chooser and the mechanisms page: every mechanism is there once, with the figures of the result."""
 
 import csv
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -9,16 +8,9 @@ from pathlib import Path
 import pytest
 
 import longspan
+from longspan_lab.tools import choosing
 
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-@pytest.fixture
-def script():
-    found = importlib.util.spec_from_file_location("choosing_script", DOCS.parent / "tools" / "choosing.py")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
 
 
 def row(candidate, mode, length, seconds, **more):
@@ -80,83 +72,83 @@ def cells(text):
     return [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in text.splitlines()[2:]]
 
 
-def test_the_pages_and_files_are_what_the_script_writes(script):
-    found = json.loads((script.RESULTS / script.MACHINE / f"{script.NAME}.json").read_text(encoding="utf-8"))
-    texts = [path.read_text(encoding="utf-8") for path in (script.CHOOSER, script.PAGE, script.README)]
+def test_the_pages_and_files_are_what_the_script_writes():
+    found = json.loads((choosing.RESULTS / choosing.MACHINE / f"{choosing.NAME}.json").read_text(encoding="utf-8"))
+    texts = [path.read_text(encoding="utf-8") for path in (choosing.CHOOSER, choosing.PAGE, choosing.README)]
     for text in texts:
-        assert script.written(text, found) == text
+        assert choosing.written(text, found) == text
         emptied = re.sub(r"(:begin -->\n).*?(<!-- \w+:end -->)", r"\1\2", text, flags=re.DOTALL)
-        assert script.written(emptied, found) == text
-    assert all(any(f"<!-- {name}:begin -->" in text for text in texts) for name in script.BLOCKS)
-    for name, rows in script.CSV.items():
-        text = (script.TABLES / f"{name}.csv").read_text(encoding="utf-8")
-        assert text == script.rows_csv(rows(script.Figures(found)))
-        assert f"({script.TABLES.name}/{name}.csv)" in texts[1]
-    assert (script.TABLES / script.PICTURE).exists()
+        assert choosing.written(emptied, found) == text
+    assert all(any(f"<!-- {name}:begin -->" in text for text in texts) for name in choosing.BLOCKS)
+    for name, rows in choosing.CSV.items():
+        text = (choosing.TABLES / f"{name}.csv").read_text(encoding="utf-8")
+        assert text == choosing.rows_csv(rows(choosing.Figures(found)))
+        assert f"({choosing.TABLES.name}/{name}.csv)" in texts[1]
+    assert (choosing.TABLES / choosing.PICTURE).exists()
 
 
-def test_every_mechanism_is_in_the_table(script):
-    measured = json.loads((script.RESULTS / script.MACHINE / f"{script.NAME}.json").read_text(encoding="utf-8"))
-    table = script.every(script.Figures(measured))
+def test_every_mechanism_is_in_the_table():
+    measured = json.loads((choosing.RESULTS / choosing.MACHINE / f"{choosing.NAME}.json").read_text(encoding="utf-8"))
+    table = choosing.every(choosing.Figures(measured))
     links = re.findall(r"^\| \[`(\w+)`\]\(", table, flags=re.MULTILINE)
-    missing = script.unmeasured(measured)
+    missing = choosing.unmeasured(measured)
     assert sorted([*links, *missing]) == longspan.list_mechanisms()
-    assert all(script.link(name) in script.missing(script.Figures(measured)) for name in missing)
-    assert {script.group(name) for name in longspan.list_mechanisms()} == {*script.KINDS}
-    assert all(script.group(default) == name for name, (_, _, default) in script.KINDS.items())
+    assert all(choosing.link(name) in choosing.missing(choosing.Figures(measured)) for name in missing)
+    assert {choosing.group(name) for name in longspan.list_mechanisms()} == {*choosing.KINDS}
+    assert all(choosing.group(default) == name for name, (_, _, default) in choosing.KINDS.items())
 
 
-def test_a_row_has_the_figures_of_the_result(script, result):
-    found = script.Figures(result)
-    assert script.row(found, "linear") == ["4,000", "4,000", "4", "4", "3.5", "65", "125,000"]
-    assert script.row(found, "star")[-2:] == ["-", "-"]  # it has no causal form
-    lines = {line[0]: line for line in cells(script.every(found).split("\n\n")[1])}
+def test_a_row_has_the_figures_of_the_result(result):
+    found = choosing.Figures(result)
+    assert choosing.row(found, "linear") == ["4,000", "4,000", "4", "4", "3.5", "65", "125,000"]
+    assert choosing.row(found, "star")[-2:] == ["-", "-"]  # it has no causal form
+    lines = {line[0]: line for line in cells(choosing.every(found).split("\n\n")[1])}
     assert [line[2] for line in lines.values()] == ["yes", "no", "yes", "yes"]
     # linear is slower at 1024 tokens and faster at 16384, sac slower at both
-    assert 1024 < int(lines[script.link("linear")][-1].replace(",", "")) < 16384
-    assert lines[script.link("sac")][-1] == "-"
+    assert 1024 < int(lines[choosing.link("linear")][-1].replace(",", "")) < 16384
+    assert lines[choosing.link("sac")][-1] == "-"
 
 
-def test_csv_files_have_the_figures_of_the_result(script, result):
-    found = script.Figures(result)
-    rows = script.by_length(found)
+def test_csv_files_have_the_figures_of_the_result(result):
+    found = choosing.Figures(result)
+    rows = choosing.by_length(found)
     assert len(rows) == len(result["rows"])
     (linear,) = [one for one in rows if (one["mechanism"], one["mode"], one["tokens"]) == ("linear", "step", 16384)]
     assert (linear["seconds"], linear["state_bytes"]) == (0.125, 66560)
-    grown = {one["mechanism"]: one for one in script.growth(found)}
+    grown = {one["mechanism"]: one for one in choosing.growth(found)}
     assert grown["sac"]["declared_exponent"] == 2.0
     assert (grown["sac"]["forward_exponent"], grown["sac"]["forward_and_backward_exponent"]) == (1.4, 1.5)
-    assert script.left_out(found) == [{"mechanism": "sac", "reason": "forward from N 32768 on: long"}]
+    assert choosing.left_out(found) == [{"mechanism": "sac", "reason": "forward from N 32768 on: long"}]
 
 
-def test_a_run_is_copied_and_the_pages_written(script, result, tmp_path, monkeypatch):
-    at = places(script, tmp_path, monkeypatch)
+def test_a_run_is_copied_and_the_pages_written(result, tmp_path, monkeypatch):
+    at = places(tmp_path, monkeypatch)
     folder = tmp_path / "run"
     run(folder, result)
-    script.main([str(folder)])
+    choosing.main(str(folder))
     assert sorted(path.name for path in at.iterdir()) == ["every.csv", "every.json", "every.png"]
-    assert "| [`linear`](" in script.PAGE.read_text()
-    with (script.TABLES / "left_out.csv").open() as file:
+    assert "| [`linear`](" in choosing.PAGE.read_text()
+    with (choosing.TABLES / "left_out.csv").open() as file:
         assert list(csv.DictReader(file)) == [{"mechanism": "sac", "reason": "forward from N 32768 on: long"}]
-    assert (script.TABLES / script.PICTURE).read_bytes()[:4] == b"\x89PNG"
-    script.main([f"{folder}=budget"])
+    assert (choosing.TABLES / choosing.PICTURE).read_bytes()[:4] == b"\x89PNG"
+    choosing.main(f"{folder}=budget")
     assert {path.name for path in at.glob("every_budget*")} == {"every_budget.csv", "every_budget.json"}
-    assert {one["mechanism"] for one in script.budget(None)} == {"softmax", "star", "linear", "sac"}
-    assert script.link("local(window=8)") == "[`local(window=8)`](../reference/mechanisms/sparse.md#local)"
-    script.PAGE.write_text("<!-- lift:begin -->\n<!-- lift:end -->\n")
+    assert {one["mechanism"] for one in choosing.budget(None)} == {"softmax", "star", "linear", "sac"}
+    assert choosing.link("local(window=8)") == "[`local(window=8)`](../reference/mechanisms/sparse.md#local)"
+    choosing.PAGE.write_text("<!-- lift:begin -->\n<!-- lift:end -->\n")
     with pytest.raises(ValueError, match=r"'lift'.*every, defaults"):
-        script.main([])
+        choosing.main()
 
 
-def places(script, tmp_path, monkeypatch):
+def places(tmp_path, monkeypatch):
     """Pages and folders of a test -> the folder of the machine."""
     for name, place in (("RESULTS", "results"), ("TABLES", "tables"), ("PAGE", "page.md"), ("CHOOSER", "chooser.md")):
-        monkeypatch.setattr(script, name, tmp_path / place)
-    monkeypatch.setattr(script, "README", tmp_path / "readme.md")
-    script.README.write_text("")
-    script.PAGE.write_text("a\n<!-- every:begin -->\n<!-- every:end -->\nb\n")
-    script.CHOOSER.write_text("<!-- where:begin -->\n<!-- where:end -->\n")
-    return tmp_path / "results" / script.MACHINE
+        monkeypatch.setattr(choosing, name, tmp_path / place)
+    monkeypatch.setattr(choosing, "README", tmp_path / "readme.md")
+    choosing.README.write_text("")
+    choosing.PAGE.write_text("a\n<!-- every:begin -->\n<!-- every:end -->\nb\n")
+    choosing.CHOOSER.write_text("<!-- where:begin -->\n<!-- where:end -->\n")
+    return tmp_path / "results" / choosing.MACHINE
 
 
 def run(folder, result):
@@ -166,16 +158,16 @@ def run(folder, result):
         (folder / f"members{ending}").write_text(text)
 
 
-def test_a_later_run_of_some_lengths_replaces_their_figures(script, result, tmp_path, monkeypatch):
-    place = places(script, tmp_path, monkeypatch)
+def test_a_later_run_of_some_lengths_replaces_their_figures(result, tmp_path, monkeypatch):
+    place = places(tmp_path, monkeypatch)
     result["machine"] |= {"threads": 1, "torch": "2"}
-    first = script.Figures(result).lengths[0]
+    first = choosing.Figures(result).lengths[0]
     rows = [{**row, "seconds": row["seconds"] / 4} for row in result["rows"] if row["length"] == first]
     again = {**result, "options": {**result["options"], "lengths": [first]}, "rows": rows}
     for name, one in (("run", result), ("again", again)):
         run(tmp_path / name, one)
-    script.main([f"{tmp_path / 'run'}+{tmp_path / 'again'}"])
-    before, after = script.Figures(result), script.Figures(json.loads((place / "every.json").read_text()))
+    choosing.main(f"{tmp_path / 'run'}+{tmp_path / 'again'}")
+    before, after = choosing.Figures(result), choosing.Figures(json.loads((place / "every.json").read_text()))
     assert after.at.keys() == before.at.keys()
     for key, row in before.at.items():
         assert after.at[key]["seconds"] == row["seconds"] / (4 if key[2] == first else 1)
@@ -184,35 +176,35 @@ def test_a_later_run_of_some_lengths_replaces_their_figures(script, result, tmp_
     assert "step" not in after.growth["linear"]  # as before
     assert (place / "every.csv").read_text().startswith("candidate,")
     assert (place / "every.png").read_bytes()[:4] == b"\x89PNG"
-    assert f"--lengths {first}`" in script.CHOOSER.read_text()
+    assert f"--lengths {first}`" in choosing.CHOOSER.read_text()
 
 
-def test_a_linear_map_forecasts_best(script):
-    errors = {one["model"]: [error for key, error in one.items() if key != "model"] for one in script.forecasts(None)}
+def test_a_linear_map_forecasts_best():
+    errors = {one["model"]: [error for key, error in one.items() if key != "model"] for one in choosing.forecasts(None)}
     first, *others = errors
     assert first == "linear map, ridge"
     assert all(a < b for other in others for a, b in zip(errors[first], errors[other], strict=True))
-    found = json.loads((script.TASKS / "forecast.json").read_text(encoding="utf-8"))
+    found = json.loads((choosing.TASKS / "forecast.json").read_text(encoding="utf-8"))
     (row,) = [row for row in found["rows"] if (row["model"], row["horizon"]) == ("informer", 168)]
     assert errors["informer"][found["settings"]["horizons"].index(168)] == round(row["mse"], 3)
     day = errors["the last day again"]
     assert all(a < b for name in ("informer", "softmax") for a, b in zip(day, errors[name], strict=True))
 
 
-def test_tasks_are_those_of_the_experiments(script):
-    found = json.loads((script.TASKS / "mqar.json").read_text(encoding="utf-8"))
+def test_tasks_are_those_of_the_experiments():
+    found = json.loads((choosing.TASKS / "mqar.json").read_text(encoding="utf-8"))
     pairs, dims = found["settings"]["pairs"][-1], found["settings"]["dims"]
     best = max(row["accuracy"][-1] for row in found["rows"] if (row["spec"], row["dim"]) == ("linear", dims[0]))
-    (row,) = [one for one in script.recall(None) if (one["mechanism"], one["width"]) == ("linear", dims[0])]
+    (row,) = [one for one in choosing.recall(None) if (one["mechanism"], one["width"]) == ("linear", dims[0])]
     assert row[f"recalled_of_{pairs}"] == round(best, 4)
-    image = json.loads((script.TASKS / "images.json").read_text(encoding="utf-8"))
+    image = json.loads((choosing.TASKS / "images.json").read_text(encoding="utf-8"))
     linear = next(row for row in image["rows"] if row.get("attention") == "linear")
-    tasks = script.tasks(None)
+    tasks = choosing.tasks(None)
     assert round(linear["test"], 3) in [one.get("test_bits_per_dim") for one in tasks]
     assert {one["attention"] for one in tasks if one["task"].startswith("copy")} >= {"softmax", "linear"}
 
 
-def test_a_later_run_adds_mechanisms(script, result):
+def test_a_later_run_adds_mechanisms(result):
     later = {
         "rows": [row("softmax", "forward", 1024, 7.0), row("mamba", "forward", 1024, 1.0, ratio=7.0)],
         "growth": [
@@ -221,14 +213,14 @@ def test_a_later_run_adds_mechanisms(script, result):
         ],
         "left_out": [{"candidate": "mamba", "mode": "step", "reason": "long"}],
     }
-    found = script.Figures(script.added(result, later))
+    found = choosing.Figures(choosing.added(result, later))
     assert found.value("mamba", "forward", "ratio", 1024) == 7.0
     assert found.value("softmax", "forward", "seconds", 1024) == 1.0
     assert found.result["added"] == ["mamba"]
-    assert "Those of `mamba` come from a later run" in script.where(script.Figures({**found.result}))
+    assert "Those of `mamba` come from a later run" in choosing.where(choosing.Figures({**found.result}))
     assert len(found.result["left_out"]) == 2
     later["rows"][1]["ratio"] = 8.0
-    twice = script.added(found.result, later)
-    assert script.Figures(twice).value("mamba", "forward", "ratio", 1024) == 8.0
+    twice = choosing.added(found.result, later)
+    assert choosing.Figures(twice).value("mamba", "forward", "ratio", 1024) == 8.0
     assert [one["candidate"] for one in twice["growth"]].count("mamba") == 1
     assert twice["added"] == ["mamba"]

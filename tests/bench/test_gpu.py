@@ -13,9 +13,10 @@ import torch
 import longspan
 from longspan import testing
 from longspan.ops.backends import forced_backend
+from longspan_lab.tools import performance
 
 PARTS = ("machine", "kernels", "bench", "decode", "laws", "training", "tests", "images")
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+SCRIPT = Path(__file__).parents[2] / "lab" / "gpu.py"
 
 
 @pytest.fixture
@@ -135,7 +136,7 @@ def test_a_kernel_that_is_not_served_has_its_reason(gpu):
 )
 def test_what_cannot_run_is_one_line_and_code_2(gpu, words, said, capsys):
     assert gpu.main(words) == 2
-    assert capsys.readouterr().err == f"benchmarks/gpu.py: {said}\n"
+    assert capsys.readouterr().err == f"lab/gpu.py: {said}\n"
 
 
 def test_missing_packages_are_named(gpu, monkeypatch, capsys):
@@ -143,7 +144,7 @@ def test_missing_packages_are_named(gpu, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "safetensors" else find(name))
     assert gpu.main(["--device", "cpu", "--quick"]) == 2
     said = capsys.readouterr().err
-    assert said == "benchmarks/gpu.py: missing: safetensors (for import longspan); install them with pip\n"
+    assert said == "lab/gpu.py: missing: safetensors (for import longspan); install them with pip\n"
 
 
 @pytest.mark.slow
@@ -226,15 +227,10 @@ def test_failures_and_parts_that_do_not_end_are_exit_code_1(gpu, monkeypatch, tm
 @pytest.fixture
 def pages(monkeypatch, tmp_path):
     """The script that writes the pages, in an empty folder."""
-    spec = importlib.util.spec_from_file_location("performance_script", SCRIPT.parents[1] / "tools" / "performance.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
     for name, value in {"PAGE": "performance.md", "RAW": "benchmarks", "RESULTS": "results"}.items():
-        monkeypatch.setattr(module, name, tmp_path / value)
-    module.PAGE.write_text("before\n<!-- gpu:begin -->\n<!-- gpu:end -->\nafter\n")
-    return module
+        monkeypatch.setattr(performance, name, tmp_path / value)
+    performance.PAGE.write_text("before\n<!-- gpu:begin -->\n<!-- gpu:end -->\nafter\n")
+    return performance
 
 
 def measured(folder, parts, rows, **more):
@@ -250,7 +246,7 @@ def bench_row(candidate, mode, ms):
 
 
 def test_without_figures_the_page_states_that_nothing_is_measured(pages):
-    pages.main([])
+    pages.main()
     assert "Not measured yet. `make gpu`" in pages.PAGE.read_text()
 
 
@@ -272,7 +268,7 @@ def test_the_page_takes_the_figures_of_a_card(pages, tmp_path):
         {"part": "decode", "mechanism": "linear", "batch": 1, "how": "graph", "token_ms": 0.271},
     ]
     first = measured(tmp_path / "first", {"bench": "done", "decode": "stopped at its limit of 9 s"}, rows)
-    pages.main([first])
+    pages.main(first)
     text = pages.PAGE.read_text()
     assert "### NVIDIA H100 80GB HBM3" in text
     assert "benchmarks/nvidia-h100-80gb-hbm3\n" in text
@@ -285,7 +281,7 @@ def test_the_page_takes_the_figures_of_a_card(pages, tmp_path):
     # A second run measures other parts, and one of the first again.
     law = {"part": "laws", "mechanism": "gla", "law": "causal", "status": "failed", "error": 0.5, "note": "differs"}
     again = {"part": "decode", "mechanism": "linear", "batch": 1, "how": "graph", "token_ms": 0.2}
-    pages.main([measured(tmp_path / "second", {"laws": "done", "decode": "done"}, [law, again])])
+    pages.main(measured(tmp_path / "second", {"laws": "done", "decode": "done"}, [law, again]))
     text = pages.PAGE.read_text()
     assert "0.25 / 0.95" in text
     assert "| `linear` | 1 | - | 0.200 |" in text
@@ -297,4 +293,4 @@ def test_the_page_takes_the_figures_of_a_card(pages, tmp_path):
 
 def test_a_trial_is_no_measurement(pages, tmp_path):
     with pytest.raises(ValueError, match="trial with --quick"):
-        pages.main([measured(tmp_path / "trial", {}, [], quick=True)])
+        pages.main(measured(tmp_path / "trial", {}, [], quick=True))

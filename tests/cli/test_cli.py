@@ -15,7 +15,7 @@ import torch
 import longspan
 from longspan import data, testing
 from longspan.cli import entry
-from longspan.cli.entry import COMMANDS, main
+from longspan.cli.entry import COMMANDS, load, main
 from longspan.cli.parser import kebab
 from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig, EncoderConfig
@@ -84,7 +84,7 @@ def test_help_names_every_command(capsys):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_documents_every_flag(command, capsys):
-    module = importlib.import_module(f"longspan.cli.{COMMANDS[command][0]}")
+    module = load(command)
     shown = said(capsys, command, "--help")
     assert "examples:" in shown
     assert f"  longspan {command}" in shown
@@ -316,7 +316,7 @@ def test_demo_passes_its_arguments_on_and_prints_how_to_resume(at, capsys, monke
         if len(calls) > 1:
             raise KeyboardInterrupt("interrupted at step 3; step-00000003 is saved in a/b; continue with resume=True")
 
-    monkeypatch.setattr("longspan.experiments.demo.run", run)
+    monkeypatch.setattr("longspan_lab.experiments.demo.run", run)
     said(capsys, "demo", "--out", "a/b", "--steps", "2", "--seed", "3")
     assert calls == [(Path("a/b"), {"steps": 2, "seed": 3})]
     assert Path("a/b").is_dir()

@@ -12,16 +12,16 @@ import pytest
 import torch
 import yaml
 
-pytest.importorskip("lightning", reason="the demo trains: pip install longspan[demo]")
-pytest.importorskip("matplotlib", reason="the demo draws: pip install longspan[demo]")
+pytest.importorskip("lightning", reason="the demo trains: pip install ./lab")
+pytest.importorskip("matplotlib", reason="the demo draws: pip install ./lab")
 
 from longspan import data, log_likelihood
-from longspan.experiments import demo
 from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.states import nbytes
 from longspan.train import TrainConfig, recipes
+from longspan_lab.experiments import demo
 
 TINY = demo.Scale(lengths=(16, 48), dim=16, heads=2, batch=5, drawn=3, tops=2, ways=2, tokens=32, rounds=1)
 KINDS = {"linear", "softmax_cached", "softmax_recompute"}

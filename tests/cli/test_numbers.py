@@ -1,6 +1,5 @@
 """Numbers on the command line: every numeric option has bounds, and a failed allocation is one line."""
 
-import importlib
 from functools import partial
 
 import pytest
@@ -8,10 +7,10 @@ import torch
 
 from longspan import Decoder, DecoderConfig, beam_search, generate
 from longspan._utils import model_memory
-from longspan.cli import bench, reproduce
-from longspan.cli.entry import COMMANDS, WRONG, main
+from longspan.cli.entry import COMMANDS, WRONG, load, main
 from longspan.cli.parser import Number
-from longspan.experiments import EXPERIMENTS
+from longspan_lab.cli import bench, reproduce
+from longspan_lab.experiments import EXPERIMENTS
 
 NEVER = ("1e30", "nan", "inf", "-inf", "1" + "0" * 30, "")
 # What stands before the options: positional arguments, none of which is looked at before the numbers are.
@@ -28,12 +27,8 @@ WORDS = {
 }
 
 
-def module(command):
-    return importlib.import_module(f"longspan.cli.{COMMANDS[command][0]}")
-
-
 PARSERS = {
-    **{command: partial(lambda command: module(command).parser(), command) for command in COMMANDS},
+    **{command: partial(lambda command: load(command).parser(), command) for command in COMMANDS},
     **{f"bench {kind}": partial(bench.subparser, kind) for kind in bench.BENCHMARKS},
     **{f"reproduce {name}": partial(reproduce.subparser, name) for name in EXPERIMENTS},
 }
@@ -75,7 +70,7 @@ def test_every_numeric_option_has_bounds(name):
 
 @pytest.fixture(scope="module")
 def train():
-    return module("train"), module("train").parser()
+    return load("train"), load("train").parser()
 
 
 @pytest.mark.parametrize("part", ["model", "run"])
@@ -135,7 +130,7 @@ def test_a_failed_allocation_names_what_to_reduce(error, capsys, monkeypatch):
     def run(args):
         raise error
 
-    monkeypatch.setattr(module("generate"), "run", run)
+    monkeypatch.setattr(load("generate"), "run", run)
     assert main(["generate", "text"]) == WRONG
     err = capsys.readouterr().err
     assert err.startswith("longspan: error: out of memory")
@@ -147,7 +142,7 @@ def test_another_runtime_error_is_not_taken_for_one(monkeypatch):
     def run(args):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(module("generate"), "run", run)
+    monkeypatch.setattr(load("generate"), "run", run)
     with pytest.raises(RuntimeError, match="a bug"):
         main(["generate", "text"])
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from data_files import SHARED, cifar_parts, pack, shared
-from longspan.data import arena, images
-from longspan.data.arena import listops, passages, pathfinder, reviews, sequences
-from longspan.data.arena.sequences import SPLITS
+from longspan.data import images
+from longspan_lab.data import arena
+from longspan_lab.data.arena import listops, passages, pathfinder, reviews, sequences
+from longspan_lab.data.arena.sequences import SPLITS
 
 SIZES = {"listops": 40, "retrieval": 64, "pathfinder": 144}
 SOURCES = {"listops": "made", "retrieval": "", "pathfinder": "made"}

@@ -11,9 +11,10 @@ import torch
 
 from data_files import noise
 from longspan.cli import targets, train
-from longspan.data import documents, labeled, pairs, proteins, text
-from longspan.data.arena import listops, reviews
-from longspan.speech import an4
+from longspan.data import documents, labeled, pairs, text
+from longspan_lab.data import proteins
+from longspan_lab.data.arena import listops, reviews
+from longspan_lab.speech import an4
 
 WORDS = [f"word{i}" for i in range(400)]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from data_files import shared
-from longspan.data import proteins
-from longspan.data.proteins import RESIDUES, SHARED, WORD, Proteins
+from longspan_lab.data import proteins
+from longspan_lab.data.proteins import RESIDUES, SHARED, WORD, Proteins
 
 FASTA = b">one first\nMKV\nLAAGI\n>two\nmkvlwwgu*\n>short\nMKV\n>three\nACDEFGHIKLMNPQRSTVWY\n"
 

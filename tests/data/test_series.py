@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from data_files import shared
-from longspan.data import series
-from longspan.data.series import ETT_ENDS, ETT_SHA256, SPLITS
+from longspan_lab.data import series
+from longspan_lab.data.series import ETT_ENDS, ETT_SHA256, SPLITS
 
 HOURS = ETT_ENDS[-1] + 20
 BEGIN = datetime(2016, 7, 1)

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
 
-from longspan.experiments import approximation, capacity, published, retrieval
-from longspan.experiments.experiment import Place
 from longspan.ops.linear import random_features
+from longspan_lab.experiments import approximation, capacity, published, retrieval
+from longspan_lab.experiments.experiment import Place
 
 NOWHERE = Place(Path("nowhere"), lambda items, *_: items)
 

@@ -9,10 +9,10 @@ import torch
 pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
 pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install longspan[train]")
 
-from longspan._utils import plots
-from longspan.experiments import copying
-from longspan.experiments.experiment import Place
 from longspan.models.decoder import Decoder
+from longspan_lab._utils import plots
+from longspan_lab.experiments import copying
+from longspan_lab.experiments.experiment import Place
 from mistaken import refused
 
 SMALL = replace(copying.QUICK, steps=13, drop_at=7)

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
 
 from longspan.cli.entry import INTERRUPTED, OK, WRONG, main
-from longspan.experiments import EXPERIMENTS, every
-from longspan.experiments.experiment import Buildable, Experiment, setting
-from longspan.experiments.runner import missing
+from longspan_lab.experiments import EXPERIMENTS, every
+from longspan_lab.experiments.experiment import Buildable, Experiment, setting
+from longspan_lab.experiments.runner import missing
 
 DOCS = Path(__file__).parents[2] / "docs" / "results" / "reproduction"
 REAL = dict(EXPERIMENTS)

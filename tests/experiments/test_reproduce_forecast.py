@@ -11,10 +11,10 @@ pytest.importorskip("matplotlib", reason="the experiments draw: pip install long
 import torch
 
 from longspan.cli.entry import OK, WRONG, main
-from longspan.data import series
-from longspan.experiments import forecast, published
-from longspan.experiments.experiment import Place
-from longspan.experiments.forecaster import PENALTIES, Distilling, Forecaster, Ridge, last_day, last_value
+from longspan_lab.data import series
+from longspan_lab.experiments import forecast, published
+from longspan_lab.experiments.experiment import Place
+from longspan_lab.experiments.forecaster import PENALTIES, Distilling, Forecaster, Ridge, last_day, last_value
 from mistaken import refused
 
 MISTAKES = {

@@ -18,11 +18,11 @@ pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip instal
 
 from PIL import Image
 
-from longspan.cli import reproduce
 from longspan.cli.entry import INTERRUPTED, OK, WRONG, main
 from longspan.cli.parser import kebab
-from longspan.experiments import EXPERIMENTS, experiment, lra_cost, page, provenance, runner, scaling
-from longspan.experiments.experiment import Place
+from longspan_lab.cli import reproduce
+from longspan_lab.experiments import EXPERIMENTS, experiment, lra_cost, page, provenance, runner, scaling
+from longspan_lab.experiments.experiment import Place
 
 DOCS = Path(__file__).parents[2] / "docs"
 # test_reproduce_images.py has the images in whole.
@@ -231,10 +231,10 @@ def test_results_of_something_else_are_not_continued(change, message, capsys, un
 def test_an_experiment_remembers_every_machine_that_took_part(monkeypatch, undrawn):
     first, path = ran("capacity"), Path("reproduce/capacity.json")
     path.write_text(json.dumps({**first, "rows": first["rows"][:-1]}), encoding="utf-8")
-    monkeypatch.setattr(provenance.guard, "machine", lambda: {"processor": "another", "load": 0.1})
+    monkeypatch.setattr(provenance.here, "machine", lambda: {"processor": "another", "load": 0.1})
     assert ran("capacity")["machines"] == [*first["machines"], {"processor": "another"}]
     # One that found nothing left to measure took no part.
-    monkeypatch.setattr(provenance.guard, "machine", lambda: {"processor": "a third"})
+    monkeypatch.setattr(provenance.here, "machine", lambda: {"processor": "a third"})
     assert len(ran("capacity")["machines"]) == 2
 
 
@@ -310,6 +310,16 @@ def test_the_commit_is_that_of_the_checkout_with_a_mark_for_changes(tmp_path):
     assert provenance.commit(package) == head
     (package / "b.py").write_text("2\n", encoding="utf-8")
     assert provenance.commit(package) == f"{head}+"
+    # A change in either of two packages marks both.
+    other = tmp_path / "other"
+    other.mkdir()
+    assert provenance.commit(package, other) == ""
+    (other / "a.py").write_text("1\n", encoding="utf-8")
+    git(tmp_path, "add", "other", "package")
+    git(tmp_path, "commit", "-m", "two")
+    assert provenance.commit(package, other) == git(tmp_path, "rev-parse", "HEAD")
+    (other / "a.py").write_text("2\n", encoding="utf-8")
+    assert provenance.commit(package, other).endswith("+")
 
 
 def test_without_git_there_is_no_commit(monkeypatch):

@@ -17,15 +17,15 @@ pytest.importorskip("lightning", reason="the experiment trains: pip install long
 from PIL import Image
 
 from longspan import build, data
-from longspan.bench import case, throughput
 from longspan.cli.entry import WRONG, main
-from longspan.experiments import images, images_report, images_speed, paper
-from longspan.experiments.experiment import Place
 from longspan.generation.sampling import log_likelihood
 from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import objectives
+from longspan_lab.bench import case, throughput
+from longspan_lab.experiments import images, images_report, images_speed, paper
+from longspan_lab.experiments.experiment import Place
 
 SMALL = replace(images.QUICK, steps=6, evaluate_every=2, schedule="constant", samples=7, top=0.3)
 LINEAR, SOFTMAX = ({"what": "training", "attention": name} for name in ("linear", "softmax"))

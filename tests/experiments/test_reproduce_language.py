@@ -17,11 +17,11 @@ pytest.importorskip("lightning", reason="the trainings' parts are those of longs
 
 from longspan import data
 from longspan.cli.entry import WRONG, main
-from longspan.experiments import families, language, published
-from longspan.experiments.experiment import Place
-from longspan.experiments.families import FAMILIES, LSTM
 from longspan.generation.sampling import generate
 from longspan.models.decoder import Decoder
+from longspan_lab.experiments import families, language, published
+from longspan_lab.experiments.experiment import Place
+from longspan_lab.experiments.families import FAMILIES, LSTM
 
 LAPTOP, QUICK = language.EXPERIMENT.scales["laptop"], language.QUICK
 

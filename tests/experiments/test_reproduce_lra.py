@@ -13,12 +13,12 @@ pytest.importorskip("matplotlib", reason="the experiments draw: pip install long
 pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install longspan[train]")
 
 import longspan
-from longspan.bench.candidates import Refused
 from longspan.cli.entry import WRONG, main
-from longspan.data.arena import Batch
-from longspan.experiments import lra, lra_cost, lra_models, lra_published, lra_report
-from longspan.experiments.experiment import Place
-from longspan.experiments.lra_models import Classifier, Shape
+from longspan_lab.bench.candidates import Refused
+from longspan_lab.data.arena import Batch
+from longspan_lab.experiments import lra, lra_cost, lra_models, lra_published, lra_report
+from longspan_lab.experiments.experiment import Place
+from longspan_lab.experiments.lra_models import Classifier, Shape
 from mistaken import refused
 
 NOWHERE = Place(Path("nowhere"), lambda items, *_: items)
@@ -134,7 +134,7 @@ class TestTrainings:
         point = self.point | {"mechanism": "routing"}
         settings = replace(self.settings, image_steps=6)
         monkeypatch.setattr(lra_models, "SIZES", {"routing": "clusters=2, window=8"})
-        monkeypatch.setattr("longspan.experiments.learning.KEEP", 2)
+        monkeypatch.setattr("longspan_lab.experiments.learning.KEEP", 2)
         models: list[Classifier] = []
         monkeypatch.setattr(lra, "Classifier", lambda *sizes: models.append(Classifier(*sizes)) or models[-1])
         whole = lra.measure(settings, point, Place(tmp_path / "whole", NOWHERE.track))
@@ -179,7 +179,7 @@ class TestCosts:
     def test_memory_is_measured_with_two_threads(self):
         """Not as in a child of a process whose threads have computed, which waits for them for ever."""
         code = (
-            "import torch; torch.set_num_threads(2); from longspan.experiments import lra_cost, lra_models;"
+            "import torch; torch.set_num_threads(2); from longspan_lab.experiments import lra_cost, lra_models;"
             "print(lra_cost.weighed(lra_models.Shape('linear', 32, 1, 2, 64, 256, 512, 1, 2), 4, 'cpu'))"
         )
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
@@ -290,7 +290,7 @@ class TestReport:
         assert means == pytest.approx(printed, abs=0.011)
 
     def test_the_picture_has_speed_accuracy_and_memory(self):
-        plt = pytest.importorskip("longspan._utils.plots").pyplot()
+        plt = pytest.importorskip("longspan_lab._utils.plots").pyplot()
         figure = lra_report.draw(plt, made_up())
         left = figure.axes[0]
         marks = [c for c in left.collections if len(c.get_offsets())]

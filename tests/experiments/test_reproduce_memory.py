@@ -10,8 +10,8 @@ from torch import nn
 
 pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
 
-from longspan.experiments import agents, memory, ppo, tasks
-from longspan.experiments.experiment import Place
+from longspan_lab.experiments import agents, memory, ppo, tasks
+from longspan_lab.experiments.experiment import Place
 from mistaken import refused
 
 MISTAKES = {
@@ -268,7 +268,7 @@ class TestTasks:
     @pytest.fixture(autouse=True)
     def needs(self):
         for package in tasks.PACKAGES:
-            pytest.importorskip(package, reason="the tasks are others': pip install longspan[reinforcement]")
+            pytest.importorskip(package, reason="the tasks are others': pip install ./lab[reinforcement]")
 
     @pytest.mark.parametrize("name", tasks.TASKS)
     def test_observations_are_vectors_and_actions_numbers(self, name):

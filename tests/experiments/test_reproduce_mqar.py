@@ -10,8 +10,8 @@ import torch
 pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
 pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install longspan[train]")
 
-from longspan.experiments import mqar, recall, transfer
-from longspan.experiments.experiment import Place
+from longspan_lab.experiments import mqar, recall, transfer
+from longspan_lab.experiments.experiment import Place
 from mistaken import refused
 
 NOWHERE = Place(Path("nowhere"), lambda items, *_: items)

@@ -1,10 +1,10 @@
 """Rows of the paper: their names, and our results for them."""
 
-import importlib.util
 import json
 from pathlib import Path
 
-from longspan.experiments import images_report, paper
+from longspan_lab.experiments import images_report, paper
+from longspan_lab.tools import reproduction
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -39,12 +39,9 @@ def test_a_reformer_of_x_rounds_is_the_publications_lsh_x():
     ]
 
 
-def test_a_row_of_the_paper_has_what_every_result_found_of_it(tmp_path):
-    found = importlib.util.spec_from_file_location("reproduction_script", DOCS.parent / "tools" / "reproduction.py")
-    script = importlib.util.module_from_spec(found)
-    found.loader.exec_module(script)
-    script.RESULTS = tmp_path
-    assert script.generated("mnist", "lsh-1") == ("open", "open")
+def test_a_row_of_the_paper_has_what_every_result_found_of_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(reproduction, "RESULTS", tmp_path)
+    assert reproduction.generated("mnist", "lsh-1") == ("open", "open")
     one, four = "reformer(rounds=1)", "reformer(chunk=29, rounds=4)"
     training = {"what": "training", "curve": [[50, 1.0, 2.5], [2000, 9.0, 2.0]]}
     rows = [
@@ -55,9 +52,11 @@ def test_a_row_of_the_paper_has_what_every_result_found_of_it(tmp_path):
     for name, data in (("images_lsh", "mnist:x"), ("images_other", "cifar10")):
         result = {"settings": {"data": data}, "rows": rows}
         (tmp_path / f"{name}.json").write_text(json.dumps(result))
-    assert script.generated("mnist", "lsh-1") == (
+    assert reproduction.generated("mnist", "lsh-1") == (
         "1.234 after 2,000 steps",
         "2.5, batch 8, from a state; 0.25, batch 8, prefix recomputed",
     )
-    assert script.generated("cifar10", "lsh-4") == ("1.500 after 2,000 steps", "9, batch 8, from a state")
-    assert any("| lsh-1, mnist | 0.745 | 0.68 | 46.0 | 19.2 | 1.234 after" in line for line in script.of_the_paper())
+    assert reproduction.generated("cifar10", "lsh-4") == ("1.500 after 2,000 steps", "9, batch 8, from a state")
+    assert any(
+        "| lsh-1, mnist | 0.745 | 0.68 | 46.0 | 19.2 | 1.234 after" in line for line in reproduction.of_the_paper()
+    )

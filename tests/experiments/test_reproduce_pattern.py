@@ -9,8 +9,8 @@ pytest.importorskip("lightning", reason="the models are trained: pip install lon
 pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install longspan[train]")
 
 from longspan.cli.entry import main
-from longspan.experiments import pattern
 from longspan.models.decoder import Decoder
+from longspan_lab.experiments import pattern
 from mistaken import refused
 
 MISTAKES = {

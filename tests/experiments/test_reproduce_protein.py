@@ -11,12 +11,12 @@ pytest.importorskip("matplotlib", reason="the experiments draw: pip install long
 import torch
 
 from longspan.cli.entry import OK, WRONG, main
-from longspan.data import proteins
-from longspan.data.proteins import RESIDUES
-from longspan.experiments import protein, residues
-from longspan.experiments.experiment import Place, generator
-from longspan.experiments.protein import CAUSAL, MASKED, UNIGRAM
-from longspan.experiments.residues import LEVELS, MASK, START, Asked
+from longspan_lab.data import proteins
+from longspan_lab.data.proteins import RESIDUES
+from longspan_lab.experiments import protein, residues
+from longspan_lab.experiments.experiment import Place, generator
+from longspan_lab.experiments.protein import CAUSAL, MASKED, UNIGRAM
+from longspan_lab.experiments.residues import LEVELS, MASK, START, Asked
 from mistaken import refused
 
 MISTAKES = {

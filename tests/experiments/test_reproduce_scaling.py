@@ -9,10 +9,10 @@ pytest.importorskip("matplotlib", reason="the experiments draw: pip install long
 pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install longspan[train]")
 
 from longspan import attention, ops
-from longspan._utils import plots
-from longspan.bench import case
-from longspan.experiments import scaling
-from longspan.experiments.experiment import Place
+from longspan_lab._utils import plots
+from longspan_lab.bench import case
+from longspan_lab.experiments import scaling
+from longspan_lab.experiments.experiment import Place
 from mistaken import refused
 
 SMALL = scaling.Settings(specs="softmax; linear", lengths=(64, 128, 256), tokens=131, heads=2, size=3, rounds=1)

@@ -10,9 +10,9 @@ pytest.importorskip("lightning", reason="the models are trained: pip install lon
 import torch
 
 from longspan.cli.entry import main
-from longspan.experiments import spans
-from longspan.experiments.experiment import Place
 from longspan.models.decoder import Decoder
+from longspan_lab.experiments import spans
+from longspan_lab.experiments.experiment import Place
 from mistaken import refused
 
 MISTAKES = {

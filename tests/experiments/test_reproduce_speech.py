@@ -12,11 +12,11 @@ pytest.importorskip("matplotlib", reason="the experiments draw: pip install long
 import torch
 
 from longspan.cli.entry import main
-from longspan.experiments import EXPERIMENTS, published, runner, speech, speech_report, speech_train
-from longspan.experiments.experiment import Place
 from longspan.models import checkpoint
 from longspan.models.transcriber import Transcriber
-from longspan.speech import corpora
+from longspan_lab.experiments import EXPERIMENTS, published, runner, speech, speech_report, speech_train
+from longspan_lab.experiments.experiment import Place
+from longspan_lab.speech import corpora
 from mistaken import refused
 
 QUICK = speech.QUICK

@@ -8,8 +8,8 @@ import torch
 pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
 pytest.importorskip("lightning", reason="training lends its learning rates: pip install longspan[train]")
 
-from longspan.experiments import learning, lengths, ponder
-from longspan.experiments.experiment import Place
+from longspan_lab.experiments import learning, lengths, ponder
+from longspan_lab.experiments.experiment import Place
 from mistaken import refused
 
 MISTAKES = {

@@ -1,7 +1,6 @@
 """The short form of every attack must find no failure."""
 
 import json
-import runpy
 import sys
 import tempfile
 from pathlib import Path
@@ -11,6 +10,7 @@ import pytest
 
 import attacks
 import attacks.__main__
+from longspan_lab.tools import reliability
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -25,18 +25,17 @@ def test_short_attacks_find_nothing(name, tmp_path):
 
 
 def test_counts_go_into_the_page():
-    """``tools/reliability.py`` reads what ``python -m attacks --json`` writes, and keeps rows of other attacks."""
+    """The tool reads what ``python -m attacks --json`` writes, and keeps rows of other attacks."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "counts.json"
         with mock.patch.object(sys, "argv", ["attacks", "specs", "--cases", "2", "--json", str(path)]):
             assert attacks.__main__.main() == 0
         found = json.loads(path.read_text(encoding="utf-8"))
-    tool = runpy.run_path(str(DOCS.parent / "tools" / "reliability.py"))
     before = (DOCS / "reference" / "guarantees.md").read_text(encoding="utf-8")
-    page = tool["update"](before, [found])
-    rows, kept = (dict((row["attack"], row) for row, _ in tool["existing_rows"](text)) for text in (page, before))
+    page = reliability.update(before, [found])
+    rows, kept = (dict((row["attack"], row) for row, _ in reliability.existing_rows(text)) for text in (page, before))
     assert (rows["specs"]["cases"], rows["specs"]["failures"]) == (2, 0)
     assert {name: row for name, row in rows.items() if name != "specs"} == {
         name: row for name, row in kept.items() if name != "specs"
     }
-    assert tool["update"](page, [found]) == page
+    assert reliability.update(page, [found]) == page

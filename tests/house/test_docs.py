@@ -4,7 +4,6 @@ import ast
 import importlib.util
 import inspect
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +18,8 @@ from longspan.compat.transformers.record import NEWEST
 from longspan.generation.sampling import generate
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
+from longspan_lab.tools import architecture, laws, models_page, performance, scaling, sizing, tree
+from longspan_lab.tools import blocks as tools
 
 ROOT = Path(__file__).parents[2]
 DOCS, CONTRIBUTING = ROOT / "docs", ROOT / "CONTRIBUTING.md"
@@ -104,8 +105,7 @@ def _images(html):
 
 def test_every_file_is_on_the_page_of_files(site):
     page = (site / "reference" / "files.html").read_text(encoding="utf-8")
-    source = ROOT / "src" / "longspan"
-    for path in source.rglob("*"):
+    for path in (path for package in tree.PACKAGES for path in package.rglob("*")):
         if path.suffix in (".py", ".cpp", ".h") and path.name != "__init__.py":
             assert f">{path.name}<" in page
 
@@ -120,13 +120,13 @@ def test_every_file_is_on_the_page_of_files(site):
 )
 def test_a_file_is_described_by_its_first_sentence(name, text, sentence, tmp_path):
     (tmp_path / name).write_text(text)
-    assert runpy.run_path(str(DOCS.parent / "tools" / "tree.py"))["phrase"](tmp_path / name) == sentence
+    assert tree.phrase(tmp_path / name) == sentence
 
 
 def test_a_file_without_a_first_sentence_is_refused(tmp_path):
     (tmp_path / "a.py").write_text("import os\n")
     with pytest.raises(ValueError, match=r"a\.py"):
-        runpy.run_path(str(DOCS.parent / "tools" / "tree.py"))["phrase"](tmp_path / "a.py")
+        tree.phrase(tmp_path / "a.py")
 
 
 def test_every_public_name_is_on_an_api_page(site):
@@ -253,23 +253,36 @@ def test_the_example_of_contributing_leaves_what_was_there(blocks):
     assert all(cls.__module__ in sys.modules for cls in REGISTRY.values())
 
 
-@pytest.mark.parametrize("page", ["conformance-checks.md", "numerics.md"])
-def test_tables_of_the_laws_are_written_by_their_script(page):
-    tool = runpy.run_path(str(ROOT / "tools" / "laws.py"), run_name="laws")
-    text = (DOCS / "explanation" / page).read_text(encoding="utf-8")
-    name, table = tool["TABLES"][page]
-    assert tool["place"](text, name, table()) == text, "run: python tools/laws.py"
+@pytest.mark.whole
+@pytest.mark.parametrize("program", [architecture, laws, scaling, sizing], ids=lambda program: program.__name__)
+def test_pages_are_what_their_programs_write(program):
+    check_pages(program)
+
+
+def check_pages(program):
+    for page, content in program.PAGES.items():
+        command = f"run: python -m longspan_lab.tools {program.__name__.rpartition('.')[2]}"
+        assert page.read_text(encoding="utf-8") == tools.written(page, content), command
+
+
+def test_sizes_are_those_of_the_model_in_the_package():
+    assert "| `text` | 175 kB |" in sizing.table()
+
+
+def test_a_block_is_placed_between_its_markers():
+    page = "a\n<!-- x:begin -->\nold\n<!-- x:end -->\nb\n"
+    assert tools.place(page, "x", "new") == "a\n<!-- x:begin -->\n\nnew\n\n<!-- x:end -->\nb\n"
+    for text in ("none", "<!-- x:begin -->", "<!-- x:end --> <!-- x:begin -->"):
+        with pytest.raises(ValueError, match="needs the markers <!-- x:begin --> and <!-- x:end -->"):
+            tools.place(text, "x", "")
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("page", ["run-recurrent-models.md", "accelerate-hf-hybrids.md"])
-def test_the_tables_of_recurrent_models_are_written_by_their_script(page):
+def test_the_tables_of_recurrent_models_are_written_by_their_script():
     transformers = pytest.importorskip("transformers")
     if tuple(map(int, transformers.__version__.split(".")[:2])) < NEWEST:
         pytest.skip("older versions of transformers have fewer model types")
-    tool = runpy.run_path(str(ROOT / "tools" / "models_page.py"), run_name="models_page")
-    text = (DOCS / "how-to" / page).read_text(encoding="utf-8")
-    assert tool["written"](page, text) == text, "run: python tools/models_page.py"
+    check_pages(models_page)
 
 
 def test_every_law_is_explained():
@@ -278,24 +291,20 @@ def test_every_law_is_explained():
 
 
 def test_every_package_is_in_the_picture():
-    tool = runpy.run_path(str(ROOT / "tools" / "architecture.py"), run_name="architecture")
-    packages = {path.parent.name for path in (ROOT / "src" / "longspan").glob("*/__init__.py")}
-    assert {name for layer in tool["LAYERS"] for name, _ in layer} == packages
-    assert tool["PICTURE"].read_text(encoding="utf-8") == tool["draw"](), "run: python tools/architecture.py"
-    page = tool["PAGE"].read_text(encoding="utf-8")
-    assert tool["written"](page) == page, "run: python tools/architecture.py"
+    product, lab = ({path.parent.name for path in package.glob("*/__init__.py")} for package in tree.PACKAGES)
+    assert {name for layer in architecture.LAYERS for name, _ in layer} == product | {"longspan_lab"}
+    assert set(architecture.LAB) == lab
 
 
 def test_the_performance_pages_are_what_their_script_writes():
-    script = runpy.run_path(str(DOCS.parent / "tools" / "performance.py"), run_name="performance")
-    text = script["PAGE"].read_text(encoding="utf-8")
-    assert script["page"](text) == text
-    assert script["page"](text.replace("/results/", "/nowhere/")) != text.replace("/results/", "/nowhere/")
-    for machine in script["MACHINES"]:
-        page = script["RAW"] / f"{machine}.md"
-        assert page.exists() == bool(script["names"](machine))
-        assert page.read_text(encoding="utf-8") == script["raw"](machine)
-    for card in script["cards"]():
-        assert (script["RAW"] / f"{card}.md").read_text(encoding="utf-8") == script["gpu_page"](card)
-    measured = {path.stem for path in script["RESULTS"].rglob("*.json") if not path.stem.startswith("every")}
-    assert measured <= {*script["COMMANDS"], script["GPU"]}
+    text = performance.PAGE.read_text(encoding="utf-8")
+    assert performance.page(text) == text
+    assert performance.page(text.replace("/results/", "/nowhere/")) != text.replace("/results/", "/nowhere/")
+    for machine in performance.MACHINES:
+        page = performance.RAW / f"{machine}.md"
+        assert page.exists() == bool(performance.names(machine))
+        assert page.read_text(encoding="utf-8") == performance.raw(machine)
+    for card in performance.cards():
+        assert (performance.RAW / f"{card}.md").read_text(encoding="utf-8") == performance.gpu_page(card)
+    measured = {path.stem for path in performance.RESULTS.rglob("*.json") if not path.stem.startswith("every")}
+    assert measured <= {*performance.COMMANDS, performance.GPU}

@@ -19,22 +19,25 @@ from longspan.cli import entry
 from longspan.train import recipes
 
 ROOT = Path(__file__).parents[2]
+PROJECT, LAB = (
+    tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"] for folder in (ROOT, ROOT / "lab")
+)
 
 
 @pytest.fixture
 def bare(monkeypatch):
-    """A machine without any of the optional packages."""
-    for package in optional_deps.EXTRAS:
+    """A machine with longspan-lab and without any other optional package."""
+    for package in optional_deps.EXTRAS.keys() - {"longspan_lab"}:
         monkeypatch.setitem(sys.modules, package, None)
 
 
 COMMANDS = {
-    "demo": ("missing for the demo: lightning, tensorboard, sklearn, matplotlib, PIL", "data,plot,train"),
-    "bench limits": ("missing for the benchmarks: matplotlib, PIL", "data,plot"),
-    "reproduce approximation": ("missing for the experiments: matplotlib, PIL", "data,plot"),
+    "demo": ("missing for the demo: lightning, tensorboard, sklearn, matplotlib, PIL", ".[data,plot,train]"),
+    "bench limits": ("missing for the benchmarks: matplotlib, PIL", ".[data,plot]"),
+    "reproduce approximation": ("missing for the experiments: matplotlib, PIL", ".[data,plot]"),
     "reproduce memory": (
         "missing for the experiments: matplotlib, PIL, gymnasium, popgym, minigrid",
-        "data,plot,reinforcement",
+        '.[data,plot]" "./lab[reinforcement]',
     ),
 }
 
@@ -44,8 +47,35 @@ def test_a_command_names_all_missing_packages_before_it_makes_a_folder(command, 
     what, wanted = COMMANDS[command]
     assert entry.main([*command.split(), "--out", str(tmp_path / "out")]) == 2
     said = capsys.readouterr().err
-    assert f'{what}; pip install ".[{wanted}]" in a clone' in said
+    assert f'{what}; pip install "{wanted}" in a clone' in said
     assert list(tmp_path.iterdir()) == []
+
+
+WITHOUT = """
+import importlib.metadata, importlib.util, sys
+sys.argv = ["longspan"]
+sys.modules["longspan_lab"] = None
+importlib.metadata.entry_points = lambda **_: ()
+from longspan.cli import main
+assert main(["--help"]) == 0
+for name in sys.stdin.read().split():
+    assert main([name, "--help"]) == 2
+assert "torch" not in sys.modules
+"""
+
+
+def test_without_the_lab_its_commands_say_what_installs_them():
+    lab = [name for name, (module, _) in entry.COMMANDS.items() if module == entry.LAB]
+    assert lab == ["demo", "compare", "bench", "reproduce"]
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], input=" ".join(lab), capture_output=True, text=True, check=False
+    )
+    line = "longspan: error: longspan {} is a command of longspan-lab; pip install ./lab in a clone of longspan\n"
+    assert done.stderr == "".join(map(line.format, lab))
+    assert done.returncode == 0
+    core, more = done.stdout.split("commands of longspan-lab, which is not installed")
+    assert re.findall(r"^  ([a-z]+) +[A-Z]", core, re.MULTILINE) == [name for name in entry.COMMANDS if name not in lab]
+    assert re.findall(r"^  ([a-z]+) +[A-Z]", more, re.MULTILINE)[: len(lab)] == lab
 
 
 def test_only_what_is_missing_is_asked_for(monkeypatch):
@@ -55,20 +85,23 @@ def test_only_what_is_missing_is_asked_for(monkeypatch):
 
 
 def test_each_package_is_in_the_extra_that_is_said_to_bring_it():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     named = {"sklearn": "scikit-learn", "PIL": "pillow", "kaldi_native_fbank": "kaldi-native-fbank"}
     named["prometheus_client"] = "prometheus-client"
     for package, extra in optional_deps.EXTRAS.items():
+        if extra == "lab":
+            assert (package.replace("_", "-"), optional_deps.LAB[extra]) == (LAB["name"], "./lab")
+            continue
+        project = LAB if extra in optional_deps.LAB else PROJECT
         asked = {re.match(r"[\w-]+", line)[0] for line in project["optional-dependencies"][extra]}
         assert named.get(package, package) in asked
 
 
 def test_no_extra_chooses_the_users_torch():
     """A line that a message recommends must not replace a torch with CUDA by another one."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    for lines in project["optional-dependencies"].values():
-        assert not [line for line in lines if re.match(r"torch\b", line)]
-    assert [line for line in project["dependencies"] if line.startswith("torch")] == ["torch>=2.6"]
+    for project in (PROJECT, LAB):
+        for lines in (project["dependencies"], *project["optional-dependencies"].values()):
+            assert [line for line in lines if re.match(r"torch\b", line)] in ([], ["torch>=2.6"])
+    assert [line for line in PROJECT["dependencies"] if line.startswith("torch")] == ["torch>=2.6"]
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     (pinned,) = [line for line in lines if line and not line.startswith("#")]
     assert re.fullmatch(r"torch==\d+\.\d+\.\d+", pinned)
@@ -79,14 +112,32 @@ def test_no_extra_chooses_the_users_torch():
 
 
 def test_every_extra_has_a_row_on_the_page_of_installation():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     rows = re.findall(r"^\| `([a-z]+)` \|", (ROOT / "docs" / "install.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(project["optional-dependencies"]) <= set(rows)
+    assert set(PROJECT["optional-dependencies"]) | set(LAB["optional-dependencies"]) <= set(rows)
 
 
 def test_the_version_is_that_of_the_package():
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert longspan.__version__ == project["version"]
+    assert longspan.__version__ == PROJECT["version"]
+
+
+def test_both_distributions_have_one_version():
+    assert LAB["version"] == PROJECT["version"]
+    (line,) = LAB["dependencies"]
+    assert line.endswith(f"=={PROJECT['version']}")
+
+
+def test_both_distributions_have_one_license():
+    assert (ROOT / "lab" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+def test_the_lab_brings_the_commands_that_the_product_announces():
+    points = {
+        name: f"{LAB['name'].replace('-', '_')}.cli.{name}"
+        for name, (module, _) in entry.COMMANDS.items()
+        if module == entry.LAB
+    }
+    assert LAB["entry-points"][entry.GROUP] == points
+    assert all(callable(entry.load(name).run) for name in points)
 
 
 @pytest.mark.full
@@ -127,9 +178,27 @@ def test_train_takes_a_recipe_by_name(words, tmp_path, monkeypatch, capsys):
     assert list(tmp_path.iterdir()) == []
 
 
+def in_the_wheel(folder):
+    """The files of the wheel that is built in a folder."""
+    builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(folder))
+    return {file.distribution_path for file in builder.recurse_included_files()}
+
+
+def test_no_file_is_in_both_wheels():
+    """The wheel of the product has all of its package and no file of the lab, and that of the lab has the rest."""
+    product, lab = in_the_wheel(ROOT), in_the_wheel(ROOT / "lab")
+    for names, folder in ((product, ROOT / "src"), (lab, ROOT / "lab" / "src")):
+        assert names == {
+            path.relative_to(folder).as_posix()
+            for path in folder.rglob("*")
+            if path.is_file() and path.parts[-2] != "__pycache__"
+        }
+    assert {name.split("/")[0] for name in product} == {"longspan"}
+    assert {name.split("/")[0] for name in lab} == {"longspan_lab"}
+
+
 def test_recipes_are_in_the_wheel():
-    builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
-    found = {file.distribution_path for file in builder.recurse_included_files()}
+    found = in_the_wheel(ROOT)
     assert {f"longspan/train/recipes/{name}.yaml" for name in recipes.names()} <= found
 
 

@@ -16,6 +16,7 @@ from longspan import ops
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "longspan"
+LAB = ROOT / "lab" / "src" / "longspan_lab"
 
 # From the ground up. A module may import from its own floor and from those below it; a package is on one floor whole.
 FLOORS = (
@@ -25,9 +26,9 @@ FLOORS = (
     ("attention", "data", "speech"),
     ("models",),
     ("generation", "train", "testing", "distributed"),
-    ("bench", "compat", "experiments", "serving", "cli", "_api", "__init__", "__main__"),
+    ("compat", "serving", "cli", "_api", "__init__", "__main__"),
 )
-FLOOR = {unit: number for number, floor in enumerate(FLOORS) for unit in floor}
+LAB_FLOORS = (("_utils",), ("data", "speech"), ("bench",), ("experiments",), ("cli",), ("tools",), ("__init__",))
 # Packages that `import longspan` must not need.
 HEAVY = (
     "lightning",
@@ -77,19 +78,30 @@ def imported_units(path: Path, package: Path, known: set[str]) -> Iterator[tuple
             yield line, rest[0] if rest and rest[0] in known else "__init__"
 
 
-def upward(package: Path) -> list[str]:
+def upward(package: Path, floors: tuple[tuple[str, ...], ...] = FLOORS) -> list[str]:
     """Every import that looks up, and every file that is on no floor."""
+    floor = {unit: number for number, units in enumerate(floors) for unit in units}
     found, known = [], {unit(path, package) for path in sources(package)}
     for path in sources(package):
         where = path.relative_to(package).as_posix()
         own = unit(path, package)
-        if own not in FLOOR:
+        if own not in floor:
             found.append(f"{where} is on no floor; give {own!r} its place in FLOORS")
             continue
         for line, other in imported_units(path, package, known):
-            if FLOOR.get(other, -1) > FLOOR[own]:
+            if floor.get(other, -1) > floor[own]:
                 found.append(f"{where}:{line} imports {other}, which is on a higher floor")
     return found
+
+
+def imports_of_the_lab(package: Path) -> list[str]:
+    """Every import of longspan_lab."""
+    return [
+        f"{path.relative_to(package).as_posix()}:{line} imports {name}"
+        for path in sources(package)
+        for line, name in imports(path, package)
+        if name.split(".")[0] == LAB.name
+    ]
 
 
 def circles(package: Path) -> list[str]:
@@ -189,14 +201,25 @@ def tree(tmp_path):
 @pytest.mark.full
 def test_imports_look_down():
     assert upward(PACKAGE) == []
+    assert upward(LAB, LAB_FLOORS) == []
+
+
+def test_the_product_imports_nothing_of_the_lab():
+    assert imports_of_the_lab(PACKAGE) == []
+
+
+@pytest.mark.parametrize("line", ["import longspan_lab", "def late():\n    from longspan_lab.bench import guard"])
+def test_a_planted_import_of_the_lab_is_found(tree, line):
+    (found,) = imports_of_the_lab(tree(__init__="", cli=line))
+    assert "cli.py" in found
 
 
 def test_units_do_not_import_each_other_in_a_circle():
-    assert circles(PACKAGE) == []
+    assert circles(PACKAGE) == circles(LAB) == []
 
 
 def test_no_circle_among_files():
-    assert rings(PACKAGE) == []
+    assert rings(PACKAGE) == rings(LAB) == []
 
 
 def test_a_planted_ring_is_found(tree):
@@ -223,7 +246,7 @@ def test_every_mechanism_has_a_file_of_tests():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("module", ["longspan", "longspan.cli", "longspan.experiments"])
+@pytest.mark.parametrize("module", ["longspan", "longspan.cli", "longspan_lab.experiments"])
 def test_importing_needs_nothing_heavy(module):
     loaded = json.loads(run_python(f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"))
     assert not {name.split(".")[0] for name in loaded} & set(HEAVY)
@@ -247,7 +270,7 @@ def test_experiments_build_no_model_before_they_run():
         "import longspan, torch\n"
         "def built(*_, **__): raise AssertionError('a model')\n"
         "torch.nn.Module.__init__ = built\n"
-        "import longspan.experiments"
+        "import longspan_lab.experiments"
     )
 
 

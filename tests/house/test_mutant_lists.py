@@ -27,7 +27,7 @@ def small(tmp_path, monkeypatch):
         "def test_split():\n    with pytest.raises(ValueError):\n        spec.split('a;')\n"
     )
     monkeypatch.setattr(mutants, "ROOT", root)
-    monkeypatch.setattr(mutants, "PACKAGE", package)
+    monkeypatch.setattr(mutants, "PACKAGES", (package,))
     return tmp_path
 
 
@@ -83,7 +83,7 @@ def test_labels_are_unique():
 def test_a_file_that_has_moved_is_found(file):
     """By its name, or by the function with the expression in it."""
     path, text = mutants.changed(MUTANT._replace(file=file))
-    assert path == mutants.PACKAGE / "_utils" / "spec.py"
+    assert path == mutants.PACKAGES[0] / "_utils" / "spec.py"
     assert "if not any(specs):" in text
 
 

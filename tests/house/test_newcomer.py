@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import longspan
+import longspan_lab
 
 ROOT = Path(__file__).parents[2]
 CONTRIBUTING = ROOT / "CONTRIBUTING.md"
@@ -31,7 +32,8 @@ SMALL = "--run.steps 2 --model.dim 16 --model.heads 2 --model.depth 2 --model.fe
 
 def run(*command, folder):
     """Run a command that must succeed and return its output; of this repository it sees the package alone."""
-    paths = {"PYTHONPATH": str(Path(longspan.__file__).parents[1]), "MPLCONFIGDIR": str(folder)}
+    sources = [str(Path(package.__file__).parents[1]) for package in (longspan, longspan_lab)]
+    paths = {"PYTHONPATH": os.pathsep.join(sources), "MPLCONFIGDIR": str(folder)}
     done = subprocess.run(
         list(map(str, command)), cwd=folder, env=os.environ | paths, capture_output=True, text=True, check=False
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import longspan
+from longspan_lab.tools import figures
 
 ROOT = Path(__file__).parents[2]
 README, DOCS, SOURCE = ROOT / "README.md", ROOT / "docs", ROOT / "src" / "longspan"
@@ -35,16 +36,6 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
     assert Path(program).name == "longspan", f"{command!r} is neither set-up nor a longspan command"
     script = Path(sys.executable).with_name("longspan")
     return subprocess.run([script, *arguments], cwd=folder, capture_output=True, text=True, check=False)
-
-
-def figures():
-    """Import the script tools/figures.py as a fresh module, so that its paths can be changed."""
-    spec = importlib.util.spec_from_file_location("figures", DOCS.parent / "tools" / "figures.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 FACTS = {
@@ -120,11 +111,10 @@ def test_python_in_the_readme_runs(example, restored):
 def test_demo_runs_and_its_figures_fit_its_page(tmp_path):
     result = run("longspan demo --out demo", tmp_path)
     assert result.returncode == 0, result.stderr
-    script = figures()
-    for name in (*script.PICTURES, "samples_softmax.png", "demo.csv"):
+    for name in (*figures.PICTURES, "samples_softmax.png", "demo.csv"):
         assert (tmp_path / "demo" / name).stat().st_size > 0
     facts = json.loads((tmp_path / "demo" / "demo.json").read_text(encoding="utf-8"))
-    assert script.render(facts)
+    assert figures.render(facts)
 
 
 @pytest.mark.parametrize(
@@ -159,18 +149,16 @@ def test_what_a_page_links_to_is_there(page):
 
 
 def test_figures_of_the_demo_are_measured():
-    script = figures()
-    if not (script.IMAGES / "demo.json").exists():
-        pytest.skip("no demo has been recorded yet: longspan demo --out demo && python tools/figures.py demo/demo.json")
-    text = script.PAGE.read_text(encoding="utf-8")
-    assert script.place(text, script.render(json.loads((script.IMAGES / "demo.json").read_text()))) == text
+    if not (figures.IMAGES / "demo.json").exists():
+        pytest.skip("no demo has been recorded yet: longspan demo --out demo")
+    text = figures.PAGE.read_text(encoding="utf-8")
+    assert figures.place(text, figures.render(json.loads((figures.IMAGES / "demo.json").read_text()))) == text
 
 
 def test_pictures_are_drawn_by_commands(tmp_path, monkeypatch):
-    script = figures()
-    monkeypatch.setattr(script, "IMAGES", tmp_path)
-    monkeypatch.setattr(script, "DRAWN", {"one.png": "generate mnist --count 1"})
-    script.main(["--draw"])
+    monkeypatch.setattr(figures, "IMAGES", tmp_path)
+    monkeypatch.setattr(figures, "DRAWN", {"one.png": "generate mnist --count 1"})
+    figures.main("--draw")
     charts = [
         f"{name}{width}{dark}.png"
         for name in ("time-and-state", "hybrids")
@@ -182,7 +170,7 @@ def test_pictures_are_drawn_by_commands(tmp_path, monkeypatch):
 
 
 def test_figures_become_cells():
-    lines = figures().render(FACTS).splitlines()
+    lines = figures.render(FACTS).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("|")]
     named = {row[0]: row[1:] for row in cells}
     assert named["test bits per pixel"] == ["1.235", "1.200"]
@@ -196,44 +184,46 @@ def test_figures_become_cells():
 
 
 def test_a_skipped_layer_has_no_table():
-    text = figures().render({**FACTS, "layer": {"skipped": "transformers is not installed"}})
+    text = figures.render({**FACTS, "layer": {"skipped": "transformers is not installed"}})
     assert "prefill" not in text
 
 
 @pytest.mark.parametrize("key", ["bits_per_dim", "images_per_second", "shipped"])
 def test_missing_figures_are_named(key):
     with pytest.raises(ValueError, match=f"no number {key}"):
-        figures().render({name: value for name, value in FACTS.items() if name != key})
+        figures.render({name: value for name, value in FACTS.items() if name != key})
 
 
 def test_figures_are_copied_and_placed(tmp_path, monkeypatch):
-    script = figures()
-    monkeypatch.setattr(script, "PAGE", tmp_path / "demo.md")
-    monkeypatch.setattr(script, "IMAGES", tmp_path / "images")
+    monkeypatch.setattr(figures, "PAGE", tmp_path / "demo.md")
+    monkeypatch.setattr(figures, "IMAGES", tmp_path / "images")
     demo = tmp_path / "demo"
     demo.mkdir()
     (demo / "demo.json").write_text(json.dumps(FACTS))
-    for name in script.PICTURES:
+    for name in figures.PICTURES:
         (demo / name).write_bytes(name.encode())
-    script.PAGE.write_text(f"before\n{script.BEGIN}\nold\n{script.END}\nafter\n")
-    script.main([str(demo / "demo.json")])
-    first = script.PAGE.read_text()
-    assert first == f"before\n{script.BEGIN}\n{script.render(FACTS)}\n{script.END}\nafter\n"
-    assert all((tmp_path / "images" / name).read_bytes() == name.encode() for name in script.PICTURES)
-    script.main([])
-    assert script.PAGE.read_text() == first
+    figures.PAGE.write_text(f"before\n{figures.BEGIN}\nold\n{figures.END}\nafter\n")
+    figures.main(str(demo / "demo.json"))
+    first = figures.PAGE.read_text()
+    assert first == f"before\n{figures.BEGIN}\n{figures.render(FACTS)}\n{figures.END}\nafter\n"
+    assert all((tmp_path / "images" / name).read_bytes() == name.encode() for name in figures.PICTURES)
+    figures.main()
+    assert figures.PAGE.read_text() == first
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["nowhere/demo.json"], r"cannot read nowhere.demo\.json: .*longspan demo"), (["a", "b"], "usage: python tools")],
+    [
+        (["nowhere/demo.json"], r"cannot read nowhere.demo\.json: .*longspan demo"),
+        (["a", "b"], "usage: python -m longspan_lab.tools"),
+    ],
 )
 def test_figures_from_nowhere_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        figures().main(arguments)
+        figures.main(*arguments)
 
 
 @pytest.mark.parametrize("text", ["none", "<!-- demo:begin -->", "<!-- demo:end --> <!-- demo:begin -->"])
 def test_a_page_without_markers_is_refused(text):
     with pytest.raises(ValueError, match="needs the markers"):
-        figures().place(text, "")
+        figures.place(text, "")

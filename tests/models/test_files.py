@@ -14,11 +14,11 @@ import torch
 import longspan
 from longspan import data
 from longspan._utils import atomic_io, cache_dirs, memory, png
-from longspan.bench import report
 from longspan.cli.entry import main
 from longspan.speech import wav
 from longspan.train import run_dir as run_folder
 from longspan.train.learned import history
+from longspan_lab.bench import report
 
 posix = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="the system has no FIFOs")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="it names /dev and /proc")

@@ -1,11 +1,8 @@
 """The models inside the package: small, honest about their making, equal in parallel and as RNNs, recognisable."""
 
-import importlib.util
 import json
 import math
 import re
-import runpy
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,22 +21,12 @@ from longspan.models import checkpoint, pretrained
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import TrainConfig, fit, recipes
+from longspan_lab.tools import __main__ as tools
+from longspan_lab.tools import shipped
 
 ROOT = Path(__file__).parents[2]
 MEGABYTES = 5
 TINY = DecoderConfig(dim=6, depth=1, heads=2, feedforward=7, vocab=256, length=784)
-
-
-@pytest.fixture(scope="module")
-def script():
-    """``tools/shipped.py``, as a module."""
-    pytest.importorskip("lightning", reason="the script reads training runs: pip install longspan[train]")
-    found = importlib.util.spec_from_file_location("shipped_script", ROOT / "tools" / "shipped.py")
-    assert found
-    assert found.loader
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +44,13 @@ def some(mnist):
 
 
 @pytest.mark.parametrize("name", pretrained.names("decoder"))
-def test_a_model_is_small_and_has_a_record(name, script):
+def test_a_model_is_small_and_has_a_record(name):
     folder = pretrained.path(name)
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
     assert set(files) == {checkpoint.WEIGHTS, checkpoint.CONFIG, pretrained.RECORD}
     assert sum(files.values()) < MEGABYTES * 1e6
     record, header = pretrained.record(name), checkpoint.read_config(folder)
-    assert record["command"] == script.command(header["config"], header["run"], name)
+    assert record["command"] == shipped.command(header["config"], header["run"], name)
     assert (record["seed"], record["steps"]) == (header["run"]["seed"], header["step"])
     steps, seconds, bits = zip(*record["curve"], strict=True)
     assert (list(steps), list(seconds)) == (sorted(steps), sorted(seconds))
@@ -151,10 +138,10 @@ def test_the_recorded_samples_are_recognisable():
 
 
 @pytest.mark.slow
-def test_samples_are_recognisable(mnist, script):
-    model, count = pretrained.load("mnist"), script.SAMPLES
-    drawn = script.generate(model, max_new_tokens=mnist.length, batch=count, seed=script.SEED)
-    seen({"count": count, **script.recognised(drawn, mnist)})
+def test_samples_are_recognisable(mnist):
+    model, count = pretrained.load("mnist"), shipped.SAMPLES
+    drawn = shipped.generate(model, max_new_tokens=mnist.length, batch=count, seed=shipped.SEED)
+    seen({"count": count, **shipped.recognised(drawn, mnist)})
 
 
 # Finding them
@@ -242,11 +229,11 @@ def test_completions_keep_the_given_half(toy, capsys):
 # Making them
 
 
-def test_a_run_becomes_a_model(script, tmp_path, monkeypatch):
+def test_a_run_becomes_a_model(tmp_path, monkeypatch):
     source = f"mnist:{mnist_folder(tmp_path / 'noise')}"
     monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "package")
     for name, value in {"BROKEN": 7, "STEPPED": 3}.items():
-        monkeypatch.setattr(script, name, value)
+        monkeypatch.setattr(shipped, name, value)
     monkeypatch.setattr(recipes, "FOLDER", tmp_path)
     (tmp_path / "mnist.yaml").write_text(
         "model: {dim: 6, depth: 1, heads: 2, feedforward: 7, length: 784}\nrun: {steps: 3}\n"
@@ -255,7 +242,7 @@ def test_a_run_becomes_a_model(script, tmp_path, monkeypatch):
         data=source, steps=3, batch=2, evaluate_every=2, evaluate_examples=3, seed=5, out=str(tmp_path / "run")
     )
     fit(TINY, run, progress=False)
-    record = script.ship(tmp_path / "run", source, samples=4)
+    record = shipped.ship(tmp_path / "run", source, samples=4)
     assert record == pretrained.record("mnist")
     header = checkpoint.read_config(pretrained.path("mnist"))
     assert (header["run"]["data"], header["run"]["out"], header["step"]) == ("mnist", "runs/mnist", record["steps"])
@@ -273,19 +260,18 @@ def test_a_run_becomes_a_model(script, tmp_path, monkeypatch):
     assert record["seconds"] > 0
     assert sum(record["samples"]["classes"]) == record["samples"]["count"] == 4
     with pytest.raises(ValueError, match=r"was trained on 'mnist:.*', not on digits"):
-        script.ship(tmp_path / "run", "digits")
+        shipped.ship(tmp_path / "run", "digits")
 
 
-def test_errors_of_the_script_are_one_line(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["shipped.py", str(tmp_path / "none")])
+def test_errors_of_a_program_are_one_line(tmp_path):
     with pytest.raises(SystemExit) as stop:
-        runpy.run_path(str(ROOT / "tools" / "shipped.py"), run_name="__main__")
+        tools.main(["shipped", str(tmp_path / "none")])
     assert stop.value.code == f"shipped: no checkpoint at {tmp_path / 'none'}: there is no such folder"
 
 
-def test_broken_images_are_pieces_at_their_places(script):
+def test_broken_images_are_pieces_at_their_places():
     rows = np.arange(5)[:, None] * 1000 + np.arange(784)
-    broken = script.in_pieces(rows, 6, seed=0).reshape(6, 28, 28)
+    broken = shipped.in_pieces(rows, 6, seed=0).reshape(6, 28, 28)
     assert (broken % 1000 == np.arange(784).reshape(28, 28)).all()
     for i, size in enumerate((1, 4, 7, 1, 4, 7)):
         which = broken[i] // 1000

@@ -1,6 +1,5 @@
 """The text model inside the package: it has learned English, continues a prompt, and has a record."""
 
-import importlib.util
 import json
 import math
 import re
@@ -16,6 +15,7 @@ from longspan.generation.sampling import log_likelihood
 from longspan.models import checkpoint, pretrained
 from longspan.models.config import DecoderConfig
 from longspan.train import TrainConfig, fit
+from longspan_lab.tools import shipped
 
 ROOT = Path(__file__).parents[2]
 
@@ -123,27 +123,21 @@ def test_a_page_has_the_figures_of_the_record():
 
 
 def test_a_run_on_a_text_becomes_a_model(tmp_path, monkeypatch):
-    pytest.importorskip("lightning", reason="the script reads training runs: pip install longspan[train]")
-    found = importlib.util.spec_from_file_location("shipped_script", ROOT / "tools" / "shipped.py")
-    assert found
-    assert found.loader
-    script = importlib.util.module_from_spec(found)
-    found.loader.exec_module(script)
     file = tmp_path / "book.txt"
     file.write_bytes(bytes(BYTES.flatten().tolist()))
     source = f"text:{file}"
     monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "package")
     for name, value in {"STEPPED": 3, "BYTES": 20}.items():
-        monkeypatch.setattr(script, name, value)
+        monkeypatch.setattr(shipped, name, value)
     config = DecoderConfig(dim=6, depth=1, heads=2, feedforward=7, vocab=256, attention="linear", positions="none")
     run = TrainConfig(
         data=source, length=32, steps=2, batch=2, evaluate_every=2, save_every=2, out=str(tmp_path / "run")
     )
     fit(config, run, progress=False)
     with pytest.raises(ValueError, match="--about"):
-        script.ship(tmp_path / "run", source)
+        shipped.ship(tmp_path / "run", source)
     assert not pretrained.FOLDER.exists()
-    record = script.ship(tmp_path / "run", source, about="a licence")
+    record = shipped.ship(tmp_path / "run", source, about="a licence")
     assert record == pretrained.record("text")
     assert record["about"] == "a licence"
     assert record["command"].startswith("longspan train --config text --run.data text:FILE --model.dim 6 ")
@@ -158,5 +152,5 @@ def test_a_run_on_a_text_becomes_a_model(tmp_path, monkeypatch):
     assert set(record["bytes_per_second"]) == {"1", "64"}
     assert record["stepping"]["largest_difference"] < 1e-3
     texts = record["samples"]["texts"]
-    assert [script.continued(loaded, prompt) for prompt in PROMPTS] == texts
+    assert [shipped.continued(loaded, prompt) for prompt in PROMPTS] == texts
     assert [text[: len(prompt)] for text, prompt in zip(texts, PROMPTS, strict=True)] == list(PROMPTS)

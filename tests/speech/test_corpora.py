@@ -12,7 +12,8 @@ import torch
 pytest.importorskip("kaldi_native_fbank", reason="filter banks: pip install longspan[speech]")
 
 from data_files import pack, shared
-from longspan.speech import corpora, corpus, digits, fsdd, labels, tones
+from longspan.speech import labels
+from longspan_lab.speech import corpora, corpus, digits, fsdd, tones
 from recordings import fsdd as fsdd_folder
 from recordings import noise, wav_bytes
 

@@ -7,8 +7,9 @@ import re
 import pytest
 import torch
 
-from longspan.speech import ctc, errors, labels
+from longspan.speech import ctc, labels
 from longspan.speech.ctc import Greedy, PrefixBeam
+from longspan_lab.speech import errors
 
 
 def collapsed(alignment: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,6 +1,5 @@
 """The transcriber inside the package: small, honest about its making, and right about known recordings."""
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -15,22 +14,15 @@ from longspan.cli.entry import main
 from longspan.generation.transcription import Listener, transcribe
 from longspan.models import checkpoint, pretrained
 from longspan.models.config import TranscriberConfig
-from longspan.speech import fsdd, wav
-from longspan.speech.digits import SPOKEN
+from longspan.speech import wav
+from longspan_lab.speech import fsdd
+from longspan_lab.speech.digits import SPOKEN
+from longspan_lab.tools import shipped_speech
 from recordings import fsdd as fsdd_folder
 from recordings import write
 
 ROOT = Path(__file__).parents[2]
 NAMES = pretrained.names("transcriber")
-
-
-@pytest.fixture(scope="module")
-def script():
-    """``tools/shipped_speech.py``, as a module."""
-    found = importlib.util.spec_from_file_location("shipped_speech", ROOT / "tools" / "shipped_speech.py")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -72,15 +64,18 @@ def test_the_recorded_errors_are_far_from_chance(name):
     assert record["streaming"]["largest_difference"] < 1e-3
 
 
-def test_the_record_has_the_errors_of_these_recordings(recordings, script):
+def test_the_record_has_the_errors_of_these_recordings(recordings):
     found, checksum = recordings
     record, model = pretrained.record("digits"), pretrained.load("digits")
     assert record["data"] == {"fsdd": checksum}
     held = record["held_out_speaker"]
-    assert script.heard(model, script.official(found, held)) == record["recordings"]["official test, other speakers"]
+    assert (
+        shipped_speech.heard(model, shipped_speech.official(found, held))
+        == record["recordings"]["official test, other speakers"]
+    )
     few = [one for one in found if one.speaker == held][::10]
     share = record["recordings"]["held-out speaker"]
-    assert script.heard(model, few)["right"] / 50 == pytest.approx(share["right"] / share["count"], abs=0.2)
+    assert shipped_speech.heard(model, few)["right"] / 50 == pytest.approx(share["right"] / share["count"], abs=0.2)
 
 
 def test_a_file_is_transcribed_at_other_rates_and_in_a_stream(recordings, tmp_path, capsys):
@@ -114,13 +109,13 @@ def test_listening_is_transcribing(recordings):
 # Making one
 
 
-def test_an_experiment_becomes_a_model(script, tmp_path, monkeypatch, capsys):
+def test_an_experiment_becomes_a_model(tmp_path, monkeypatch, capsys):
     folder = fsdd_folder(tmp_path / "recordings")
     monkeypatch.setattr(pretrained, "FOLDER", tmp_path / "package")
     words = "--encoders gla --direction causal --positions none --units words --epochs 2 --lengths 100".split()
     out = tmp_path / "out"
     assert main(["reproduce", "speech", "--quick", "--data", f"fsdd:{folder}", "--out", str(out), *words]) == 0
-    record = script.ship(out, "gla", str(folder), "toy")
+    record = shipped_speech.ship(out, "gla", str(folder), "toy")
     assert record == pretrained.record("toy")
     assert record["command"].startswith("longspan reproduce speech --quick --data fsdd:PATH --units words ")
     assert record["held_out_speaker"] == "cy"
@@ -132,10 +127,10 @@ def test_an_experiment_becomes_a_model(script, tmp_path, monkeypatch, capsys):
     assert all(torch.equal(value, best[key].bfloat16().float()) for key, value in model.state_dict().items())
     assert str(tmp_path) not in (pretrained.path("toy") / checkpoint.CONFIG).read_text()
     with pytest.raises(ValueError, match=r"speech\.json has no training of linear"):
-        script.ship(out, "linear", str(folder), "toy")
+        shipped_speech.ship(out, "linear", str(folder), "toy")
     (folder / "0_ann_0.wav").unlink()
     with pytest.raises(ValueError, match="was made with other recordings than fsdd:"):
-        script.ship(out, "gla", str(folder), "toy")
+        shipped_speech.ship(out, "gla", str(folder), "toy")
     # Its files are read as any other's.
     path = next(folder.iterdir())
     capsys.readouterr()

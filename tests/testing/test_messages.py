@@ -1,25 +1,27 @@
 """Messages: every option that one names exists, and an interrupted run prints the command that resumes it."""
 
 import ast
-import importlib
 import re
 from pathlib import Path
 
-from longspan.cli import bench, entry, reproduce
+from longspan.cli import entry
 from longspan.cli.parser import kebab
-from longspan.experiments import EXPERIMENTS
+from longspan_lab import cli as lab
+from longspan_lab.cli import bench, reproduce
+from longspan_lab.experiments import EXPERIMENTS
 
 
 def test_options_that_messages_name_exist():
     """Every --option in a text of the command line belongs to a command, or to the tool that the text is about."""
-    parsers = [importlib.import_module(f"longspan.cli.{module}").parser() for module, _ in entry.COMMANDS.values()]
+    parsers = [entry.load(name).parser() for name in entry.COMMANDS]
     parsers += [bench.subparser(name) for name in bench.BENCHMARKS]
     parsers += [reproduce.series(), *(reproduce.subparser(name) for name in EXPERIMENTS)]
     known = {spelling for parser in parsers for o in parser._option_string_actions for spelling in (o, kebab(o))}
     known |= {"--debug", "--import", "--version"}
     foreign = {"--porcelain", "--spec"}  # of git, and of the process that measures a mechanism
     named: dict[str, str] = {}
-    for path in Path(entry.__file__).parent.rglob("*.py"):
+    folders = (Path(cli.__file__).parent for cli in (entry, lab))
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 named |= dict.fromkeys(re.findall(r"(?<![\w-])--[a-zA-Z][\w.-]*", node.value), path.name)

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from longspan._utils import atomic_io, locks, progress, signals
-from longspan.bench import candidates, report
 from longspan.cli import entry
 from longspan.cli.entry import main
 from longspan.models import checkpoint
 from longspan.train import begun, fit, loop, run_dir
 from longspan.train.report import Bar
+from longspan_lab.bench import candidates, report
 from training_process import TINY, tiny
 
 GROUP = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
@@ -250,7 +250,7 @@ def growing(count, error):
 
 
 def test_a_benchmark_keeps_what_it_has(tmp_path, monkeypatch):
-    monkeypatch.setattr("longspan._utils.plots.draw", lambda *_: None)
+    monkeypatch.setattr("longspan_lab._utils.plots.draw", lambda *_: None)
     with pytest.raises(
         signals.Interrupted, match=r"interrupted: 2 figures so far are in .*limits.partial.json"
     ) as error:
@@ -284,7 +284,7 @@ def test_a_full_disk_leaves_a_benchmark_what_it_has(writes, kept, tmp_path, monk
         write(path, content)
 
     monkeypatch.setattr(atomic_io, "write", fills)
-    monkeypatch.setattr("longspan._utils.plots.draw", lambda path, result: atomic_io.write(path, b""))
+    monkeypatch.setattr("longspan_lab._utils.plots.draw", lambda path, result: atomic_io.write(path, b""))
     with pytest.raises(ValueError, match=f"limits[.a-z]+: No space left on device; {kept}$"):
         report.collect(tmp_path, "limits", growing(3, None))
     names = {0: [], 2: ["limits.partial.json"], 3: ["limits.partial.json"]}

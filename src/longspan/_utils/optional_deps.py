@@ -2,7 +2,7 @@
 
 from importlib.util import find_spec
 
-# package -> the extra that installs it
+# package -> the extra that installs it, or a key of LAB
 EXTRAS = {
     "onnx": "export",
     "onnxruntime": "export",
@@ -24,19 +24,24 @@ EXTRAS = {
     "starlette": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",
+    "longspan_lab": "lab",
     "gymnasium": "reinforcement",
     "popgym": "reinforcement",
     "minigrid": "reinforcement",
 }
+# longspan-lab and its extras -> what pip installs
+LAB = {"lab": "./lab", "reinforcement": '"./lab[reinforcement]"'}
 
 
 def install(*extras: str) -> str:
     """Return how to install extras, for messages. longspan is on no package index yet, so it needs a clone.
 
-    >>> install("plot", "data")
-    'pip install ".[data,plot]" in a clone of longspan'
+    >>> install("plot", "data"), install("lab")
+    ('pip install ".[data,plot]" in a clone of longspan', 'pip install ./lab in a clone of longspan')
     """
-    return f'pip install ".[{",".join(sorted(extras))}]" in a clone of longspan'
+    own, lab = sorted({*extras} - {*LAB}), [target for extra, target in LAB.items() if extra in extras]
+    targets = [f'".[{",".join(own)}]"', *lab] if own else lab
+    return f"pip install {' '.join(targets)} in a clone of longspan"
 
 
 def need(what: str, *packages: str) -> None:

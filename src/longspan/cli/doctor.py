@@ -48,17 +48,17 @@ def facts(folder: Path) -> dict[str, str | list[str]]:
     """The lines of the report, by label; several lines as a list."""
     import torch
 
-    from ..bench import guard
+    from .._utils.machine import machine
     from ..compat.transformers import report
     from . import dispatch
 
-    machine = guard.machine()
+    found = machine()
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {
         "longspan": importlib.metadata.version("longspan"),
-        "torch": f"{machine['torch']}, {machine['threads']} threads",
-        "python": str(machine["python"]),
-        "machine": f"{machine['processor']}, {machine['cores']} cores, {machine['system']}",
+        "torch": f"{found['torch']}, {found['threads']} threads",
+        "python": str(found["python"]),
+        "machine": f"{found['processor']}, {found['cores']} cores, {found['system']}",
         "accelerator": str(device or "none"),
         "bfloat16": precision(bfloat16_ratio()),
         **dispatch.kernels_facts(),

@@ -1,22 +1,32 @@
-"""The command line: runs a command, and turns an error into one line and an exit code."""
+"""The command line: runs a command, and turns an error into one line and an exit code.
+
+Commands of longspan-lab join by entry points of the group ``longspan.commands``: the name of a command, and the
+module that has its ``parser()`` and ``run(args)``.
+"""
 
 import contextlib
 import importlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import signal
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from types import ModuleType
+from typing import Any
 
 from .._utils import signals, terminal
+from .._utils.optional_deps import install
 from .._utils.spec import known
 
-# command -> (module in cli/, summary)
+GROUP = "longspan.commands"
+LAB = "longspan_lab"
+# command -> (module in cli/, or LAB, summary)
 COMMANDS = {
-    "demo": ("demo", "Train linear and softmax attention on digits and compare them."),
+    "demo": (LAB, "Train linear and softmax attention on digits and compare them."),
     "tokenize": ("tokenize", "Encode texts as tokens on disk, for training."),
     "train": ("train", "Train a model from a recipe or from flags."),
     "eval": ("evaluate", "Evaluate a trained model: bits per token, exact match or accuracy."),
@@ -27,10 +37,10 @@ COMMANDS = {
     "export": ("export", "Export a trained decoder to ONNX (prefill and decode step)."),
     "list": ("listing", "List the mechanisms with their cost, forms and paper."),
     "show": ("show", "Show one mechanism, pattern, training run or saved model."),
-    "compare": ("compare", "Compare training runs in a table and plot their curves."),
+    "compare": (LAB, "Compare training runs in a table and plot their curves."),
     "cite": ("cite", "Print BibTeX for the papers behind a spec or a trained model."),
-    "bench": ("bench", "Measure time and memory on this machine."),
-    "reproduce": ("reproduce", "Reproduce published results at laptop scale."),
+    "bench": (LAB, "Measure time and memory on this machine."),
+    "reproduce": (LAB, "Reproduce published results at laptop scale."),
     "doctor": ("doctor", "Report versions, backends, native kernels and caches."),
     "check": ("check", "Run the conformance checks on an attention or a stack."),
 }
@@ -139,11 +149,10 @@ def _run(words: list[str], modules: list[str]) -> int:
         raise ValueError(
             f"unknown option {words[0]!r}; known: --debug, --help, --import, --version; see longspan --help"
         )
-    module, _ = COMMANDS[known(words[0], COMMANDS, "command")]
+    name = known(words[0], COMMANDS, "command")
     if any("\0" in word for word in words):
         raise ValueError("an argument contains a NUL character, which file names and numbers cannot contain")
-    # Imported here, so that each command pays only for its own imports.
-    command = importlib.import_module(f".{module}", __package__)
+    command: Any = load(name)
     if modules:
         from ..attention import plugins
 
@@ -165,6 +174,19 @@ def _run(words: list[str], modules: list[str]) -> int:
         ) from error
 
 
+def load(name: str) -> ModuleType:
+    """Import the module of a command, so that each command pays only for its own imports.
+
+    Raises ImportError, with the line that installs it, for a command of longspan-lab where that is not installed.
+    """
+    module, _ = COMMANDS[name]
+    if module != LAB:
+        return importlib.import_module(f".{module}", __package__)
+    for point in importlib.metadata.entry_points(group=GROUP, name=name):
+        return point.load()
+    raise ImportError(f"longspan {name} is a command of longspan-lab; {install('lab')}", name=LAB)
+
+
 def _out_of_memory(error: Exception) -> bool:
     """Whether an allocation failed. On the CPU PyTorch raises a plain RuntimeError, so its text decides."""
     words = (
@@ -178,24 +200,37 @@ def _out_of_memory(error: Exception) -> bool:
 
 
 def _help() -> str:
-    indent = max(map(len, COMMANDS)) + 4
-    lines = [
-        line for name, (_, does) in COMMANDS.items() for line in terminal.entry(f"  {name}", [does.rstrip(".")], indent)
-    ]
     options = [line for name, does in OPTIONS.items() for line in terminal.entry(f"  {name}", [does], 30)]
+    lab = {name for name, (module, _) in COMMANDS.items() if module == LAB}
+    # A look-up of the entry points would take longer than all of this.
+    if importlib.util.find_spec(LAB):
+        lists = ["commands:", *_rows(COMMANDS)]
+    else:
+        title = f"commands of longspan-lab, which is not installed ({install('lab')}):"
+        lists = ["commands:", *_rows(COMMANDS.keys() - lab), "", *terminal.wrapped(title, 0), *_rows(lab)]
     return "\n".join(
         (
             "usage: longspan COMMAND [options]",
             "",
             "Efficient attention for PyTorch: train as a transformer, run as an RNN.",
             "",
-            "commands:",
-            *lines,
+            *lists,
             "",
             "options:",
             *options,
         )
     )
+
+
+def _rows(names: Collection[str]) -> list[str]:
+    """Lines with these commands, in the order of ``COMMANDS``, and their summaries."""
+    indent = max(map(len, COMMANDS)) + 4
+    return [
+        line
+        for name, (_, does) in COMMANDS.items()
+        if name in names
+        for line in terminal.entry(f"  {name}", [does.rstrip(".")], indent)
+    ]
 
 
 def _fail(text: str, code: int, debug: bool) -> int:

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from .._utils.plots import pyplot, save
+from .._utils import atomic_io
+from .._utils.pyplot import png, pyplot
 
 SHOWN = 96  # tokens of the example
 
@@ -22,7 +23,11 @@ def draw(path: Path, history: list[dict[str, Any]], text: bool) -> None:
         panel(figure.add_subplot(grid[0, i]), history)
     if "ponder" in last:
         _example(figure.add_subplot(grid[1, :]), last, text)
-    save(plt, figure, path)
+    try:
+        content = png(figure)
+    finally:
+        plt.close(figure)
+    atomic_io.write(path, content)
 
 
 def _steps(axis: Any, history: list[dict[str, Any]]) -> None:

@@ -1,0 +1,1 @@
+"""The laboratory of longspan: benchmarks, reproduced papers and the demo, as further commands of ``longspan``."""

@@ -1,0 +1,1 @@
+"""Data sets of experiments, in addition to those of ``longspan.data``."""

@@ -1,0 +1,184 @@
+"""How much a state of given size recalls: accuracy of multi-query associative recall, mechanism by mechanism."""
+
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import torch
+
+from longspan._utils import spec
+from longspan.attention import build
+from longspan.train import TrainConfig, rate
+
+from .._utils import palette
+from .._utils.tables import Table
+from . import recall
+from .experiment import Buildable, Experiment, Place, Result, Row, drawing, generator, setting
+
+SPECS = (
+    "softmax",
+    "linear",
+    "polynomial(taylor=True)",
+    "performer",
+    "rfa(gate=True)",
+    "fast_weights",
+    "retention",
+    "gla",
+    "ssd",
+    "deltanet",
+    "gated_deltanet",
+    "kda",
+    "rwkv7",
+    "mamba",
+    "mamba3",
+    "mlstm",
+    # Levels for the 64 tokens of the longest sequences; a level more only makes the state larger.
+    "log_linear(levels=7)",
+)
+EVERY, DONE = 50, 0.995
+
+
+@dataclass(frozen=True)
+class Settings(Buildable):
+    """Settings of the experiment; the defaults are those of the laptop scale."""
+
+    specs: str = setting("; ".join(SPECS), "attentions, separated by semicolons; one model each")
+    dims: tuple[int, ...] = setting((8, 16, 32), "widths of the models, which set the size of the states", least=1)
+    rates: tuple[float, ...] = setting((1e-2, 3e-2), "learning rates; the best one counts")
+    heads: int = setting(1, "heads of each attention", least=1)
+    depth: int = setting(1, "number of blocks", least=1)
+    pairs: tuple[int, ...] = setting(
+        (2, 4, 8, 16), "numbers of key-value pairs in a sequence, in turns during training", least=1
+    )
+    tokens: int = setting(4, "tokens per pair in a sequence; more than 4 leave blanks between queries", least=4)
+    vocab: int = setting(32, "vocabulary size: half keys, half values")
+    steps: int = setting(500, f"training steps at most; fewer where all but {1 - DONE:.1%} is recalled", least=1)
+    batch: int = setting(32, "sequences per training step", least=1)
+    tests: int = setting(256, "test sequences for each number of pairs", least=1)
+    seed: int = setting(0, "seed of weights and sequences")
+
+    def __post_init__(self):
+        super().__post_init__()
+        if not all(rate > 0 for rate in self.rates):
+            raise ValueError(f"rates={','.join(map(str, self.rates))} must be positive")
+        if self.vocab < 2 * max(self.pairs):
+            raise ValueError(f"vocab={self.vocab} must be at least {2 * max(self.pairs)}, twice the number of pairs")
+
+    def buildable(self) -> None:
+        """Raise ValueError for settings that cannot be built."""
+        for name, dim in product(spec.split(self.specs), self.dims):
+            build(name, dim, self.heads)
+
+
+QUICK = Settings(
+    specs="softmax; deltanet", dims=(4, 8), pairs=(2, 3), tokens=5, vocab=8, steps=9, batch=4, tests=8, rates=(1e-2,)
+)
+
+
+def points(settings: Settings) -> list[Row]:
+    """Every training, the narrow models first."""
+    found = product(sorted(settings.dims), spec.split(settings.specs), settings.rates)
+    return [dict(zip(("dim", "spec", "rate"), point, strict=True)) for point in found]
+
+
+def measure(settings: Settings, point: Row, place: Place) -> Row:
+    """Train once: accuracy for each number of pairs on new sequences, bytes of the state, steps made."""
+    random = generator(settings.seed, point)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(random.initial_seed())
+        model = recall.Recaller(point["spec"], point["dim"], settings.heads, settings.depth, settings.vocab)
+    run = TrainConfig(steps=settings.steps, warmup=min(50, settings.steps), learning_rate=point["rate"])
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
+    step = 0
+    while step < settings.steps:
+        optimizer.param_groups[0]["lr"] = rate(run, step)
+        sequences = draw(settings, settings.pairs[step % len(settings.pairs)], settings.batch, random)
+        optimizer.zero_grad()
+        with drawing(settings.seed, point, "step", step):
+            model.loss(sequences).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        if step % EVERY == 0 and min(test(model, settings, settings.batch, random)) >= DONE:
+            break
+    found = test(model, settings, settings.tests, generator(settings.seed, "test"))
+    held = model.state_bytes(settings.tokens * max(settings.pairs))
+    return {"accuracy": [round(one, 4) for one in found], "bytes": held, "steps": step}
+
+
+def draw(settings: Settings, pairs: int, count: int, random: torch.Generator) -> recall.Sequences:
+    """Sequences of the settings' size."""
+    return recall.draw(count, pairs, settings.tokens * pairs, settings.vocab, random)
+
+
+def test(model: recall.Recaller, settings: Settings, count: int, random: torch.Generator) -> list[float]:
+    """Accuracy on ``count`` new sequences for each number of pairs."""
+    return [model.accuracy(draw(settings, pairs, count, random)) for pairs in settings.pairs]
+
+
+def best(rows: list[Row]) -> list[Row]:
+    """The best learning rate of each spec and width, in measured order."""
+    chosen: dict[tuple, Row] = {}
+    for row in rows:
+        key = row["spec"], row["dim"]
+        if key not in chosen or sum(row["accuracy"]) > sum(chosen[key]["accuracy"]):
+            chosen[key] = row
+    return list(chosen.values())
+
+
+def tables(result: Result) -> list[Table]:
+    """One row for each spec and width: bytes of the state, accuracy by number of pairs."""
+    order = spec.split(result["settings"]["specs"])
+    rows = sorted(best(result["rows"]), key=lambda row: (order.index(row["spec"]), row["dim"]))
+    head = ["attention", "dim", "bytes of the state", *(f"{pairs} pairs" for pairs in result["settings"]["pairs"])]
+    several = len(result["settings"]["rates"]) > 1
+    table = [[*head, "steps", *(["rate"] if several else [])]]
+    for row in rows:
+        shares = [f"{share:.3f}" for share in row["accuracy"]]
+        rates = [f"{row['rate']:g}"] if several else []
+        table.append([row["spec"], str(row["dim"]), f"{row['bytes']:,}", *shares, str(row["steps"]), *rates])
+    return [table]
+
+
+def picture(plt: Any, result: Result) -> Any:
+    """One panel for each number of pairs: accuracy over the bytes of the state, one line for each spec."""
+    settings, rows = result["settings"], best(result["rows"])
+    columns = min(2, len(settings["pairs"]))
+    lines = -(-len(settings["pairs"]) // columns)
+    size = {"figsize": (3.6 * columns + 1.9, 3.4 * lines + 0.5), "layout": "constrained"}
+    figure, axes = plt.subplots(lines, columns, sharey=True, sharex=True, squeeze=False, **size)
+    for axis in axes.flat[len(settings["pairs"]) :]:
+        axis.remove()
+    looks = palette.looks(spec.split(settings["specs"]))
+    for i, (axis, pairs) in enumerate(zip(axes.flat, settings["pairs"], strict=False)):
+        for name in spec.split(settings["specs"]):
+            found = sorted((row for row in rows if row["spec"] == name), key=lambda row: row["bytes"])
+            look = {**looks[name]._asdict(), "markersize": 6, "linewidth": 1.2, "alpha": 0.85}
+            x, y = [row["bytes"] for row in found], [row["accuracy"][i] for row in found]
+            axis.plot(x, y, label=name if i == 0 else None, **look)
+        axis.axhline(1 / pairs, color="grey", linewidth=1, linestyle=":")
+        axis.set(title=f"{pairs} pairs", xscale="log", ylim=(0, 1.04))
+        axis.grid(alpha=0.3)
+    figure.supxlabel("bytes of the state of one sequence")
+    figure.supylabel("share of the values recalled (dots: a guess among those that came)", fontsize="medium")
+    figure.legend(loc="outside right center", fontsize=9)
+    return figure
+
+
+EXPERIMENT = Experiment(
+    about="how much a state of given size recalls: accuracy of multi-query associative recall",
+    scales={"laptop": Settings()},
+    quick=QUICK,
+    points=points,
+    measure=measure,
+    tables=tables,
+    draw=picture,
+    source="Arora et al. 2023 (2312.04927), figure 2, of which no figures are published",
+    differs=(
+        "One block instead of two. One short convolution precedes it for every mechanism, softmax included; the "
+        "published models have convolutions in some mechanisms only, and need the second block to bring a key to its "
+        "value. Mechanisms with built-in short convolutions keep them. There is also a feed-forward network, and the "
+        "task is small enough for a laptop: 16 keys and 16 values, 4 tokens for each pair, 500 steps at most."
+    ),
+    minutes=13.8,
+)

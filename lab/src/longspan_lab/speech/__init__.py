@@ -1,0 +1,1 @@
+"""Recorded speech for experiments: corpora, their labels and error rates."""
