@@ -219,7 +219,7 @@ def returning(function: Callable[..., Any], given: Given, **options: Any) -> tup
 HEADS = {
     "torch": ((2, (5, 3)), (29, (5, 3)), (139, (6, 5))),
     "native": ((2, (5, 3)), (29, (17, 33)), (139, (5, 64)), (67, (64, 7)), (1103, (7, 5)), (67, (256, 256))),
-    "triton": ((5, (2, 1)), (43, (17, 33)), (130, (5, 3))),
+    "triton": ((5, (2, 1)), (20, (17, 33)), (70, (5, 3))),
 }
 SCANS = {
     "torch": ((1, (5, 4)), (67, (3, 2))),
@@ -232,7 +232,7 @@ CONVOLUTIONS = {
         *((1, (1, 1)), (2, (5, 4)), (3, (40, 3)), (29, (37, 2)), (67, (131, 4)), (67, (16, 7))),
         *((557, (18, 4)), (9, (1043, 4))),
     ),
-    "triton": ((1, (1, 1)), (3, (5, 2)), (67, (37, 4)), (29, (70, 3)), (16, (4, 8)), (200, (5, 4))),
+    "triton": ((1, (1, 1)), (3, (5, 2)), (67, (37, 4)), (29, (70, 3)), (16, (4, 8))),
 }
 STEPS = ((5, 3), (7, 23), (17, 64), (11, 119), (64, 128))
 SMALL = {"sizes": (2, 2)}
@@ -250,7 +250,7 @@ def _gated(decay: str, delta: bool) -> Family:
         "value",
         HEADS,
         rounded=1e-5,
-        shapes={"repeats": (3, 1)},
+        shapes={"repeats": (2, 1, 3)},
         options={"scale": (0.7, None), "normalize": (None, "l2")},
         step=STEPS,
         clears=decay != "none",
@@ -268,7 +268,7 @@ def _general(decay: str) -> Family:
         "value",
         {name: sizes for name, sizes in HEADS.items() if name != "triton"},
         rounded=2e-6,
-        shapes={"repeats": (3, 1)},
+        shapes={"repeats": (2, 1, 3)},
         options={"scale": (0.7, None), "read_before_decay": (False, True)},
         step=STEPS,
         clears=decay != "none",

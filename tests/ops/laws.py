@@ -1,12 +1,12 @@
 """Laws of the operations with a state, for all families of ``families.py`` and all forms that a file names.
 
-A file imports all names of this one and sets ``FORMS``. A law takes ``family`` and ``form``, and maybe ``row``, which
-``over`` draws from a table.
+A test file sets ``FORMS`` and adds ``collected(FORMS)`` to its names. A law takes ``family`` and ``form``, and maybe
+``row``, which ``over`` draws from a table.
 """
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -53,7 +53,9 @@ def only(admits: Callable[[Family, str], bool]) -> Callable[[Any], Any]:
 
 def cases(family: Family, form: str) -> list[dict[str, Any]]:
     """Sizes, options, masks and marks of packed sequences, so that each two of them meet."""
-    rows = all_pairs(size=family.sizes[form], around=family.around, **family.shapes, **family.options)
+    # Triton's interpreter is slow.
+    around = [one for one in family.around if form != "triton" or one != "segments"]
+    rows = all_pairs(size=family.sizes[form], around=around, **family.shapes, **family.options)
     return [
         {"n": row["size"][0], "sizes": row["size"][1]} | {k: v for k, v in row.items() if k != "size"} for row in rows
     ]
@@ -65,7 +67,7 @@ def steps(family: Family, form: str) -> list[dict[str, Any]]:
 
 def widths(family: Family, form: str) -> tuple[tuple[int, int], ...]:
     """Those of one token: kernels work on several vectors at a time, then on one, then number by number."""
-    return family.step if form in KERNELS else family.step[:2]
+    return family.step[:2] if form == "torch" else family.step[::2] if form == "triton" else family.step
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -102,10 +104,6 @@ def kernels(family: Family, form: str) -> bool:
     return form in KERNELS
 
 
-def decays(family: Family, form: str) -> bool:
-    return family.clears
-
-
 def native(family: Family, form: str) -> bool:
     return form == "native"
 
@@ -122,6 +120,11 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+def length(form: str, n: int) -> int:
+    """The tokens of a law: fewer for Triton's interpreter, which is slow."""
+    return min(n, 29) if form == "triton" else n
 
 
 def usual(family: Family, form: str) -> dict[str, Any]:
@@ -179,8 +182,8 @@ def test_packed_sequences_equal_separate_calls(family, form):
 
 def test_masked_tokens_are_not_read(family, form):
     """Nor is the gradient of their outputs: the same bits whatever stands there."""
-    given = family.operands(67, dtype=dtype_of(form))
-    mask = packing("mask", 67, 2)["mask"]
+    n = length(form, 67)
+    given, mask = family.operands(n, dtype=dtype_of(form)), packing("mask", n, 2)["mask"]
     hidden, found = ~mask, []
     for garbage in (0.0, torch.nan):
         leaves = {k: t.detach().requires_grad_() for k, t in family.fill(given, hidden, garbage).items()}
@@ -275,7 +278,9 @@ def halves(family: Family, form: str) -> list[dict[str, Any]]:
     more = {"dtype": (torch.bfloat16, torch.float16), **family.shapes, **family.options}
     usual = family.sizes["torch"][-1][1]
     rows = [{"n": 1} | row for row in all_pairs(sizes=widths(family, form), **more)]
-    return rows + [{"n": 67, "sizes": usual} | row for row in all_pairs(**more)]
+    sequences = [{"n": 67, "sizes": usual} | row for row in all_pairs(**more)]
+    # Triton's interpreter is slow.
+    return rows + (sequences if form != "triton" else sequences[:2])
 
 
 @only(lambda family, form: form != "reference")
@@ -323,7 +328,7 @@ def layouts(family: Family, form: str) -> list[dict[str, Any]]:
 @over(layouts)
 def test_strides_do_not_change_a_bit(family, form, row):
     layout = row["layout"]
-    for n, dtype in ((67, torch.float32), (1, torch.float32), (29, torch.bfloat16)):
+    for n, dtype in ((length(form, 67), torch.float32), (1, torch.float32), (29, torch.bfloat16)):
         given, options = family.operands(n, dtype=dtype), usual(family, form)
         moved = {name: LAYOUTS[layout](t) if name in family.tokens else t for name, t in given.items()}
         moved["state"] = moved["state"].mT.contiguous().mT if moved["state"].dim() > 2 else moved["state"]
@@ -421,7 +426,7 @@ def test_gradients_that_can_be_differentiated_are_the_gradients(family, form, ar
 @only(lambda family, form: family.clears and form != "reference")
 def test_strong_decay_keeps_the_digits_of_what_remains(family, form):
     """Log decays of 0, -1, -50, -1e4 and -inf in one chunk: sums of them must not swallow the small ones."""
-    given = family.operands(139, dtype=dtype_of(form))
+    given = family.operands(length(form, 139), dtype=dtype_of(form))
     decay = given["log_decay"]
     strength = torch.tensor([0.0, 1.0, 1.0, 50.0, 1e4, torch.inf], dtype=decay.dtype)
     picked = strength[torch.randint(6, decay.shape, generator=torch.Generator().manual_seed(1))].to(decay)
@@ -542,5 +547,15 @@ def test_watch_names_the_operation(family, form):
 
 @only(kernels)
 def test_two_calls_give_the_same_bits(family, form):
-    given = family.operands(70, dtype=torch.float32)
+    given = family.operands(length(form, 70), dtype=torch.float32)
     exactly(family.outcome(form, given), family.outcome(form, given))
+
+
+def collected(forms: Sequence[str]) -> dict[str, Any]:
+    """What a test file needs: the laws that apply to some form, their fixture, and the hook that draws their cases."""
+
+    def anywhere(law: Any) -> bool:
+        return any(applies(law, family, form) for family in FAMILIES.values() for form in forms)
+
+    laws = {name: law for name, law in globals().items() if name.startswith("test_") and anywhere(law)}
+    return laws | {"threads": threads, "pytest_generate_tests": pytest_generate_tests}
