@@ -16,6 +16,9 @@ from torch import Tensor
 
 from longspan._utils import progress
 
+# Laws and helpers that several files share have assertions too.
+pytest.register_assert_rewrite("ops.laws", "ops.families", "support")
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Processes side by side, each with as many threads as there are processors, would only wait for each other; the
     # same holds for those that tests start.
@@ -86,12 +89,22 @@ def _fast(items: list[pytest.Item]) -> set[pytest.Item]:
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not item.get_closest_marker("full"):
-            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+            cases.setdefault(_group(item), []).append(item)
     chosen = set()
     for found in cases.values():
         few = min(len(found), FEW) if not found[0].get_closest_marker("whole") else len(found)
         chosen.update(found[i * len(found) // few] for i in range(few))
     return chosen
+
+
+def _group(item: pytest.Item) -> str:
+    """Of which cases the fast tier takes a few: those of one test, or of a law those of one kind of operation."""
+    test, _, _ = item.nodeid.partition("[")
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    family = params.get("family")
+    if family is None or item.path.parent.name == "gpu":
+        return test
+    return f"{test}[{family.name if 'row' in params else family.package}"
 
 
 def spoil(tensor: Tensor) -> Tensor:

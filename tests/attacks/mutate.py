@@ -28,6 +28,13 @@ from . import _operators
 ROOT = Path(__file__).parents[2]
 PYTEST = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider"]
 PACKAGES = ("src/longspan", "lab/src/longspan_lab")
+# Folders of ``ops`` whose operations have laws, and the names of those in tests/ops/families.py.
+FAMILIES = {
+    "gated": "decay|delta|general",
+    "linear": "linear",
+    "scan": "diagonal|selective",
+    "convolution": "convolution",
+}
 LEFT = (".git", ".venv*", "__pycache__", ".*_cache", "_build", "results", "dist", "runs", "demo", "*.egg-info")
 
 
@@ -55,7 +62,7 @@ def default_tests(path: Path, root: Path) -> list[str]:
     """Which tests belong to a module: those named after it, or else those that import it or its package.
 
     Returns:
-        Node ids, paths relative to ``root``. Of a mechanism they include its laws.
+        Node ids, paths relative to ``root``, with the laws of a mechanism or of the operations in the folder.
     """
     name = path.parent.name if path.stem == "__init__" else path.stem
     files = sorted((root / "tests").rglob("test_*.py"))
@@ -84,16 +91,20 @@ def _imports(path: Path) -> set[str]:
 
 
 def _laws(path: Path, root: Path) -> list[str]:
-    """The laws of a mechanism, one node id each."""
-    laws = root / "tests" / "attention" / "test_attention.py"
+    """The laws of a mechanism, or of the operations in a folder of ``ops``, one node id each."""
     name = re.search(r'^    name(?:, \w+)* = "(\w+)"', path.read_text(encoding="utf-8"), re.MULTILINE)
-    if path.parent.name != "attention" or name is None or not laws.is_file():
+    if path.parent.name == "attention" and name is not None:
+        laws, wanted = root / "tests" / "attention" / "test_attention.py", rf"::test_law\[\w+-{name[1]}(\(.*\))?\]$"
+    elif path.parent.parent.name == "ops" and path.parent.name in FAMILIES:
+        laws, wanted = root / "tests" / "ops" / "test_laws.py", rf"\[({FAMILIES[path.parent.name]})-"
+    else:
+        return []
+    if not laws.is_file():
         return []
     command = [*PYTEST, "--collect-only", "-o", "addopts=-q", str(laws)]
     environment = os.environ | {"PYTHONPATH": str(root / "src")}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
-    wanted = re.compile(rf"::test_law\[\w+-{name[1]}(\(.*\))?\]$")
-    return [line for line in done.stdout.splitlines() if wanted.search(line)]
+    return [line for line in done.stdout.splitlines() if re.search(wanted, line)]
 
 
 @contextlib.contextmanager

@@ -7,16 +7,13 @@ import pytest
 import torch
 
 import longspan
-from hand import plain, read
 from longspan.attention.adaptive_span import AdaptiveSpan
+from support.hand import plain, read
+from support.tensors import data
 
 N = 17
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 12, [False] + [True] * 16])
 SEGMENTS = torch.tensor([[0] * 6 + [1] * 11, [2] * 17])
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def build(options, fractions=(0.27, 0.43)) -> Any:
@@ -192,23 +189,3 @@ def test_a_state_serves_while_the_spans_fit():
             module(x[:, 9:], state)
         _, state = module(x[:, :9], module.init_state(2))
         torch.testing.assert_close(module(x[:, 9:], state)[0], module(x)[0][:, 9:], rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("span=0", "span=0 .*must be at least 1"),
-        ("ramp=0", "ramp=0 .*must be at least 1"),
-        ("span=4, initial=5.0", "initial=5.0 .*must lie between 0 and span=4"),
-        ("initial=-1.0", "initial=-1.0 .*must lie between 0 and span=1024"),
-        ("initial=2.0, dynamic=True", "initial=2.0 .*dynamic=False"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        longspan.build(f"adaptive_span({options})", 6, 2)
-
-
-def test_it_is_causal_only():
-    with pytest.raises(ValueError, match="adaptive_span has no bidirectional form"):
-        longspan.build("adaptive_span", 6, 2, causal=False)

@@ -87,7 +87,9 @@ def cases():
     bare = [name for name in longspan.list_mechanisms() if name not in longspan.mechanism_examples(name)]
     specs = [*bare, "rfa(gate=True)", "linear; softmax"]
     for law, spec in [*testing.cases(), *((law, one) for one in specs for law in testing.applicable(one))]:
-        late = law in ("compiles", "exports", "adversarial", "blocks") and spec not in first and ";" not in spec
+        late = (
+            law in ("compiles", "exports", "adversarial", "blocks", "content") and spec not in first and ";" not in spec
+        )
         late = late or (law, spec) in COSTLY or spec.split("(")[0] in LATE.get(law, ())
         marks = [pytest.mark.slow] if late else []
         yield pytest.param(law, spec, marks=marks + ([] if law in CHEAP and spec in first else [pytest.mark.full]))

@@ -2,11 +2,10 @@
 
 import math
 
-import pytest
 import torch
 
 import longspan
-from gated_cases import DIM, HEADS, B, N, fill, seeded, tokens
+from support.mechanisms import DIM, B, N, fill, seeded, tokens
 
 
 def test_by_hand():
@@ -48,19 +47,3 @@ def test_a_segment_does_not_suffer_from_a_large_one_before_it():
     row = torch.cat([1e6 * x, x], 1)
     segments = torch.arange(2).repeat_interleave(N).expand(B, -1)
     torch.testing.assert_close(module(row, segments=segments)[0][:, N:], module(x)[0], rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("average(inner=-1)", "inner=-1 .*must be positive, or 0 for 4 dim"),
-    ],
-)
-def test_bad_specs_are_refused(spec, message):
-    with pytest.raises(ValueError, match=message):
-        longspan.build(spec, DIM, HEADS)
-
-
-def test_there_is_no_bidirectional_form():
-    with pytest.raises(ValueError, match="average has no bidirectional form; it has: causal"):
-        longspan.build("average", 8, 2, causal=False)

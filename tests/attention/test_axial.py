@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hand import plain, read
 from longspan.states.kv_cache import KeyValues
-from sparse_cases import N, agree, build, data, dense, heads_of, pairs, past, product, softmax
+from support.hand import plain, read
+from support.sparse import N, agree, build, data, dense, heads_of, pairs, past, product, softmax
 
 C = 7  # the last row of pixels is cut short
 
@@ -82,18 +82,3 @@ def test_one_row_or_one_column_is_causal_softmax():
 def test_layers_of_rows_keep_one_row():
     assert build(f"axial(width={C})", layer=1).init_state(2).keys.shape[2] == C
     assert isinstance(build(f"axial(width={C})").init_state(2), KeyValues)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (
-            "axial(kind='lines')",
-            "unknown kind of axial attention 'lines'; known: cross, sequential, shifted, summed",
-        ),
-        ("axial(width=0)", "width=0 must be a whole number of at least 1"),
-    ],
-)
-def test_bad_options_are_refused(spec, message):
-    with pytest.raises(ValueError, match=message):
-        build(spec)

@@ -6,7 +6,7 @@ import torch
 import longspan
 from longspan import patterns
 from longspan.states import nbytes
-from sparse_cases import build, data
+from support.sparse import build, data
 
 N, WIDTHS = 17, (1, 3, 5, 19)  # one column; whole rows and a last one cut short; one row
 

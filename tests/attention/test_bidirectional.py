@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import longspan
-from gated_cases import DIM, HEADS, B, N, fill, seeded, tokens
+from support.mechanisms import DIM, HEADS, B, N, fill, seeded, tokens
 
 CAUSAL_ONLY = [
     "average",
@@ -135,24 +135,6 @@ def test_an_encoder_has_it(attention):
     again = longspan.Encoder(config).double().eval()
     again.load_state_dict(encoder.state_dict())
     assert torch.equal(encoder(x), again(x))
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("bidirectional(nystrom)", "and nystrom has no causal form; it has: bidirectional"),
-        ("bidirectional(bidirectional(gla))", "and bidirectional has no causal form"),
-        ("bidirectional(softmax)", "state of fixed size, and the state of softmax grows"),
-        ("bidirectional(luna)", "luna .*a carry for the next layer"),
-        ("bidirectional(routing)", "routing .*a loss"),
-        ("bidirectional(gla(ranks=3))", "gla has no option 'ranks'"),
-        ("bidirectional(gal)", "unknown attention 'gal' .did you mean 'gla'"),
-        ("bidirectional(3)", "bidirectional: of=3 must be a spec"),
-    ],
-)
-def test_bad_specs_are_refused(spec, message):
-    with pytest.raises(ValueError, match=message):
-        longspan.build(spec, DIM, HEADS, causal=False)
 
 
 def test_causal_only_mechanisms_name_the_wrapper():

@@ -7,6 +7,7 @@ import torch
 
 import longspan
 from longspan.ops.compress import clusters, prototypes
+from support.tensors import close, data
 
 N, DIM, HEADS = 29, 12, 3
 MASK = torch.tensor([[True] * 29, [False] * 4 + [True] * 9 + [False] * 11 + [True] * 5])
@@ -18,17 +19,9 @@ SPECS = (
 BOTH = pytest.mark.parametrize("spec", SPECS)
 
 
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def build(spec) -> Any:
     torch.manual_seed(0)
     return longspan.build(spec, DIM, HEADS, causal=False).double()
-
-
-def close(found, expected, tolerance=1e-10):
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def softmax_of(module):
@@ -219,24 +212,3 @@ def test_clusters_of_several_tiles_are_the_definition(n):
     close(found, expected)
     upstream = data(1, n, DIM, seed=1)
     close(*(torch.autograd.grad(y, x, upstream) for y in (found, expected)), 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("clustered(clusters=0)", "clusters=0 and iterations=10 are counts; both must be at least 1"),
-        ("improved_clustered(iterations=0)", "clusters=100 and iterations=0 are counts; both must be at least 1"),
-        ("clustered(bits=0)", "bits=0 of a hash must be from 1 to 63"),
-        ("improved_clustered(bits=64)", "bits=64 of a hash must be from 1 to 63"),
-        ("improved_clustered(topk=0)", "topk=0 must be at least 1"),
-    ],
-)
-def test_options_that_cannot_be_are_refused(spec, message):
-    with pytest.raises(ValueError, match=message):
-        longspan.build(spec, DIM, HEADS, causal=False)
-
-
-@BOTH
-def test_there_is_no_causal_form(spec):
-    with pytest.raises(ValueError, match="has no causal form; it has: bidirectional"):
-        longspan.build(spec, DIM, HEADS)

@@ -6,14 +6,11 @@ import pytest
 import torch
 
 import longspan
-from longspan.attention.compressive import Compressive
+from support.mechanisms import in_parts, wave
+from support.tensors import data
 
 N, DIM, HEADS = 23, 8, 2
 CUTS = ([N], [1] * N, [5, 8, 10], [1, 21, 1], [20, 3])
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def build(options, dim=DIM, heads=HEADS):
@@ -23,19 +20,6 @@ def build(options, dim=DIM, heads=HEADS):
         torch.nn.init.normal_(module.u)
         torch.nn.init.normal_(module.v)
         return module
-
-
-def run(module, x, cuts):
-    outs, state = [], module.init_state(len(x))
-    for part in x.split(cuts, 1):
-        y, state = module(part, state)
-        outs.append(y)
-    return torch.cat(outs, 1), state
-
-
-def wave(distance, dim):
-    angles = [distance / 10000 ** (2 * (c // 2) / dim) for c in range(dim)]
-    return torch.tensor([math.cos(a) if c % 2 else math.sin(a) for c, a in enumerate(angles)], dtype=torch.float64)
 
 
 def entry(module, x, r):
@@ -107,7 +91,7 @@ def test_it_is_the_sum_over_tokens_and_entries_however_it_is_cut(options):
     with longspan.backend("reference"):
         torch.testing.assert_close(module(x)[0][0], y, rtol=1e-10, atol=1e-10)
     for cuts in CUTS:
-        torch.testing.assert_close(run(module, x, cuts)[0][0], y, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(in_parts(module, x, cuts)[0][0], y, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("memory", "compressed"), [(4, 3), (1, 5), (3, 40)])
@@ -118,7 +102,7 @@ def test_runs_of_one_token_are_a_longer_memory(memory, compressed, pool):
     longer.load_state_dict(module.state_dict())
     x, record = data(2, N, DIM), {"penalty": None}
     for cuts in CUTS:
-        torch.testing.assert_close(run(module, x, cuts)[0], longer(x)[0], rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(in_parts(module, x, cuts)[0], longer(x)[0], rtol=1e-11, atol=1e-11)
     module(x, record=record)
     assert record["penalty"] < 1e-25
 
@@ -132,13 +116,13 @@ def test_blocks_of_a_long_sequence_are_one(monkeypatch):
     monkeypatch.setattr(relative, "FEWEST", 7)
     torch.testing.assert_close(module(x)[0], whole, rtol=1e-11, atol=1e-11)
     for cut in (1, 2, 50, 51, 52, 53):
-        torch.testing.assert_close(run(module, x, [cut, 150 - cut])[0], whole, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(in_parts(module, x, [cut, 150 - cut])[0], whole, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("cuts", CUTS)
 def test_the_state_is_the_last_tokens_and_the_last_entries(cuts):
     module, x = build("memory=5, compressed=3, rate=2, pool='mean'"), data(1, N, DIM)
-    _, state = run(module, x, cuts)
+    _, state = in_parts(module, x, cuts)
     made = (N - 5) // 2
     expected = torch.stack([entry(module, x[0], r) for r in range(made - 3, made)])
     torch.testing.assert_close(state.entries[0], expected, rtol=1e-12, atol=1e-12)
@@ -248,25 +232,3 @@ def test_a_state_keeps_no_graph():
     assert not state.entries.requires_grad
     given = state._replace(entries=state.entries.clone().requires_grad_())
     assert torch.autograd.grad(module(x, given)[0].sum(), given.entries, allow_unused=True)[0] is None
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("memory=0", "memory=0 must be a whole number of at least 1"),
-        ("compressed=0", "compressed=0 must be a whole number of at least 1"),
-        ("rate=0", "rate=0 must be a whole number of at least 1"),
-        ("memory=1073741824", "memory=1073741824 must be at most 1073741823"),
-        (f"compressed={2**63 - 1}", "compressed=9223372036854775807 must be at most 1073741823"),
-        ("pool='sum'", "unknown pool 'sum'; known: convolution, max, mean"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        longspan.build(f"compressive({options})", DIM, HEADS)
-
-
-def test_it_is_causal_only():
-    assert Compressive.directions == ("causal",)
-    with pytest.raises(ValueError, match="compressive has no bidirectional form"):
-        longspan.build("compressive", DIM, HEADS, causal=False)

@@ -5,8 +5,8 @@ import math
 import torch
 from torch import nn
 
-from gated_cases import fill, tokens
-from hand import plain
+from support.hand import plain
+from support.mechanisms import fill, tokens
 
 S = 1 / (1 + math.exp(-1.0))  # silu(1): what every projected one becomes
 

@@ -6,7 +6,7 @@ import torch
 import longspan
 from longspan.ops.compress import blocks, select
 from longspan.ops.softmax import dense
-from sparse_cases import build, data, heads_of, softmax
+from support.sparse import build, by_hand, data, heads_of, softmax
 
 N = 29
 BOTH = pytest.mark.parametrize("causal", [True, False])
@@ -19,15 +19,6 @@ def chosen(module, x, allowed, keys):
     logits = (q @ k.mT).masked_fill(~allowed, -torch.inf)
     order = logits.argsort(dim=-1, descending=True, stable=True)[..., :keys]
     return torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, True) & allowed
-
-
-def by_hand(spec, x, **parts):
-    """Outputs for one channel of one head, whose maps are x -> weight x + bias."""
-    module = build(spec, heads=1, dim=1)
-    for part, (weight, bias) in parts.items():
-        torch.nn.init.constant_(getattr(module, part).weight, weight)
-        torch.nn.init.constant_(getattr(module, part).bias, bias)
-    return module(torch.tensor(x, dtype=torch.float64)[None, :, None])[0].flatten().tolist()
 
 
 def test_by_hand():
@@ -148,8 +139,3 @@ def test_steps_choose_among_all_so_far(cuts):
     torch.testing.assert_close(torch.cat(outs, 1), module(x)[0], rtol=0, atol=1e-10)
     with longspan.backend("reference"):
         torch.testing.assert_close(torch.cat(outs, 1), module(x)[0], rtol=0, atol=1e-10)
-
-
-def test_bad_options_are_refused():
-    with pytest.raises(ValueError, match="keys=0 must be at least 1"):
-        build("exact_topk(keys=0)")

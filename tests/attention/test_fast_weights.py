@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import longspan
-from gated_cases import DIM, HEADS, B, N, fill, heads_of, merge_heads, seeded, tokens
 from longspan.ops.linear.features import dpfp
+from support.mechanisms import HEADS, B, N, fill, seeded, tokens
+from support.tensors import merge_heads, split_heads
 
 
 def bare(beta_bias):
@@ -32,7 +33,7 @@ def test_with_a_step_size_of_one_a_key_returns_its_last_value():
 
 def test_is_the_loop_of_the_paper():
     module, x = seeded("fast_weights")
-    q, k, v = (heads_of(project(x)) for project in (module.query, module.key, module.value))
+    q, k, v = (split_heads(project(x)) for project in (module.query, module.key, module.value))
     q, k = (dpfp(t, 3) / dpfp(t, 3).sum(-1, keepdim=True) for t in (q, k))
     beta, w = module.rate(x).sigmoid().mT, torch.zeros(B, HEADS, 4, 24, dtype=torch.float64)
     y = []
@@ -64,24 +65,3 @@ def test_a_token_without_features_reads_and_writes_nothing(spec):
     torch.testing.assert_close((y[:, rest], state), (expected, after))
     y.square().sum().backward()
     assert holes.grad.isfinite().all()
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("fast_weights(rule='product')", "unknown rule 'product'; known: delta, sum"),
-        ("fast_weights(feature_map='dpfq')", r"unknown feature map 'dpfq' \(did you mean 'dpfp'\?\)"),
-        ("fast_weights(feature_map='elu', nu=2)", "nu=2 .*feature_map='dpfp', not 'elu'"),
-        ("fast_weights(nu=8)", "nu=8 pairs each of 8 numbers"),
-        ("fast_weights(eps=1.0)", "eps=1.0 .*rule='sum', not 'delta'"),
-        ("fast_weights(rule='sum', eps=0.0)", "eps=0.0 must be positive"),
-    ],
-)
-def test_bad_specs_are_refused(spec, message):
-    with pytest.raises(ValueError, match=message):
-        longspan.build(spec, DIM, HEADS)
-
-
-def test_there_is_no_bidirectional_form():
-    with pytest.raises(ValueError, match="fast_weights has no bidirectional form; it has: causal"):
-        longspan.build("fast_weights", 8, 2, causal=False)

@@ -2,8 +2,8 @@
 
 import torch
 
-from hand import plain
 from longspan.ops.linear import stabilized
+from support.hand import plain
 
 
 def test_by_hand():

@@ -2,12 +2,12 @@
 
 import math
 
-import pytest
 import torch
 import torch.nn.functional as F
 
 import longspan
-from gated_cases import DIM, HEADS, B, Bare, N, fill, heads_of, merge_heads, seeded, tokens
+from support.mechanisms import HEADS, B, Bare, N, fill, seeded, tokens
+from support.tensors import merge_heads, split_heads
 
 
 def test_by_hand():
@@ -26,9 +26,9 @@ def test_is_the_matrix_of_all_pairs():
     """Eq. 4 of the paper: every pair of tokens with the product of the factors between them."""
     module, x = seeded("gla(rank=3, temperature=2.0, expand_k=1.0, expand_v=1.5)")
     fill(module, norm__weight=torch.linspace(0.5, 1.5, 6))
-    q, k, v = (heads_of(project(x)) for project in (module.query, module.key, module.value))
+    q, k, v = (split_heads(project(x)) for project in (module.query, module.key, module.value))
     first, second = module.decay
-    alpha = heads_of((x @ first.weight.T @ second.weight.T + second.bias).sigmoid() ** 0.5)
+    alpha = split_heads((x @ first.weight.T @ second.weight.T + second.bias).sigmoid() ** 0.5)
     scores = torch.zeros(B, HEADS, N, N, dtype=torch.float64)
     for i in range(N):
         for j in range(i + 1):
@@ -40,22 +40,3 @@ def test_is_the_matrix_of_all_pairs():
 def test_sizes_follow_the_paper():
     module = longspan.build("gla", 64, 4)
     assert [module.key.out_features, module.value.out_features, module.decay[0].out_features] == [32, 64, 16]
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("gla(rank=0)", "rank=0 .*must be at least 1"),
-        ("gla(temperature=0.0)", "temperature=0.0 must be positive"),
-        ("gla(expand_k=0.1)", "expand_k=0.1 times a head dimension of 4"),
-        ("gla(expand_v=0.1)", "expand_v=0.1 times a head dimension of 4"),
-    ],
-)
-def test_bad_specs_are_refused(spec, message):
-    with pytest.raises(ValueError, match=message):
-        longspan.build(spec, DIM, HEADS)
-
-
-def test_there_is_no_bidirectional_form():
-    with pytest.raises(ValueError, match="gla has no bidirectional form; it has: causal"):
-        longspan.build("gla", 8, 2, causal=False)

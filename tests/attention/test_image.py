@@ -2,9 +2,9 @@
 
 import pytest
 
-from hand import plain, read
 from longspan import patterns
-from sparse_cases import N, agree, build, data, pairs, past
+from support.hand import plain, read
+from support.sparse import N, agree, build, data, pairs, past
 
 SHAPE, BLOCK, MEMORY = (6, 12), (2, 3), (3, 2)  # pixels of an image, of a block, and seen around one
 
@@ -59,28 +59,3 @@ def test_one_block_that_covers_the_image_is_causal_softmax():
 
 def test_blocks_of_one_pixel_are_a_band():
     agree(build("image(block=1, memory=4)"), data(N), patterns.band(4).dense(N)[0])
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("image(kind='3d')", "unknown kind of image attention '3d'; known: 1d, 2d"),
-        ("image(width=8)", "width=8 .*kind='2d'"),
-        ("image(block=(2, 3))", r"block=\(2, 3\) must be a whole number of at least 1"),
-        ("image(kind='2d', width=8)", r"block=128 must be \(height, width\)"),
-        ("image(kind='2d', block=(2, 4), width=8)", r"memory=128 must be \(height, width\)"),
-        ("image(kind='2d', block=(2, 4), memory=(1, 1))", "width=0 must be a whole number of at least 1"),
-        (
-            "image(kind='2d', block=(2, 3), memory=(1, 1), width=8)",
-            "width=8 is not a multiple of the block's width 3",
-        ),
-    ],
-)
-def test_bad_options_are_refused(spec, message):
-    with pytest.raises(ValueError, match=message):
-        build(spec)
-
-
-def test_there_is_no_bidirectional_form():
-    with pytest.raises(ValueError, match="image has no bidirectional form; it has: causal"):
-        build("image", causal=False)

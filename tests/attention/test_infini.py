@@ -7,13 +7,11 @@ import torch
 import torch.nn.functional as F
 
 import longspan
+from support.mechanisms import in_parts
+from support.tensors import data
 
 N, DIM, HEADS = 23, 8, 2
 CUTS = ([N], [1] * N, [5, 8, 10], [1, 21, 1], [20, 3], [4, 4, 4, 4, 7])
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def build(options, gates=(0.3, -0.7), dim=DIM, heads=HEADS):
@@ -23,14 +21,6 @@ def build(options, gates=(0.3, -0.7), dim=DIM, heads=HEADS):
     with torch.no_grad():
         module.gate.copy_(torch.tensor(gates[:heads]))
     return module
-
-
-def run(module, x, cuts):
-    outs, state = [], module.init_state(len(x))
-    for part in x.split(cuts, 1):
-        y, state = module(part, state)
-        outs.append(y)
-    return torch.cat(outs, 1), state
 
 
 def heads_of(module, x):
@@ -92,7 +82,7 @@ def test_the_delta_rule_with_a_large_eps_by_hand():
     expected = [0.5, (8 / 9 + 3) / 2, memory / (6 + 1) / 2]
     assert module(x)[0].flatten().tolist() == pytest.approx(expected, rel=1e-12)
     for cuts in ([3], [1, 1, 1], [2, 1], [1, 2]):
-        y, state = run(module, x, cuts)
+        y, state = in_parts(module, x, cuts)
         assert y.flatten().tolist() == pytest.approx(expected, rel=1e-12)
         # phi(0) = 1 reads memory / 7 and adds 0 - memory / 7.
         assert state.sums.flatten().tolist() == pytest.approx([memory - memory / 7, 7.0], rel=1e-12)
@@ -103,7 +93,7 @@ def test_the_delta_rule_with_a_large_eps_by_hand():
 def test_eps_is_part_of_every_read(segment, cuts):
     module, x = build(f"segment={segment}, delta=True, eps=0.7"), data(1, N, DIM)
     expected, memory, z = oracle(module, x[0])
-    y, state = run(module, x, cuts)
+    y, state = in_parts(module, x, cuts)
     torch.testing.assert_close(module(x)[0][0], expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(y[0], expected, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(state.sums[0, ..., :-1], memory, rtol=1e-10, atol=1e-10)
@@ -119,7 +109,7 @@ def test_it_is_the_loop_over_segments_however_it_is_cut(segment, delta, backend)
     with longspan.backend(backend):
         torch.testing.assert_close(module(x)[0][0], expected, rtol=1e-10, atol=1e-10)
         for cuts in CUTS:
-            y, state = run(module, x, cuts)
+            y, state = in_parts(module, x, cuts)
             torch.testing.assert_close(y[0], expected, rtol=1e-10, atol=1e-10)
             torch.testing.assert_close(state.sums[0, ..., :-1], memory, rtol=1e-10, atol=1e-10)
             torch.testing.assert_close(state.sums[0, ..., -1], z, rtol=1e-10, atol=1e-10)
@@ -164,13 +154,13 @@ def test_delta_adds_no_known_value_again():
 
 def test_a_state_is_as_large_after_any_number_of_tokens():
     module = build("segment=6")
-    sizes = {longspan.states.nbytes(run(module, data(1, n, DIM), [n])[1]) for n in (1, 5, 6, 7, 90)}
+    sizes = {longspan.states.nbytes(in_parts(module, data(1, n, DIM), [n])[1]) for n in (1, 5, 6, 7, 90)}
     assert sizes == {longspan.states.nbytes(module.init_state(1))}
 
 
 def test_the_recent_sums_are_those_of_the_segment_that_is_not_complete():
     module, x = build("segment=6"), data(1, 21, DIM)
-    _, state = run(module, x, [4, 9, 8])
+    _, state = in_parts(module, x, [4, 9, 8])
     _, k, v = heads_of(module, x[0, 18:])
     torch.testing.assert_close(state.recent[0, ..., :-1], phi(k).mT @ v, rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(state.keys[0, :, :3], k, rtol=1e-12, atol=1e-12)
@@ -180,20 +170,3 @@ def test_a_damaged_count_is_refused():
     module = build("segment=6")
     with pytest.raises(ValueError, match="is -3"):
         module(data(1, 3, DIM), module.init_state(1)._replace(position=torch.tensor([-3])))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("segment=0", "segment=0 must be at least 1"),
-        ("eps=0.0", "eps=0.0 must be positive"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        longspan.build(f"infini({options})", DIM, HEADS)
-
-
-def test_it_is_causal_only():
-    with pytest.raises(ValueError, match="infini has no bidirectional form"):
-        longspan.build("infini", DIM, HEADS, causal=False)

@@ -7,7 +7,7 @@ import torch
 
 import longspan
 from longspan.ops.compress import probsparse
-from sparse_cases import build, data, heads_of, past, softmax
+from support.sparse import build, by_hand, data, heads_of, past, softmax
 
 N = 29
 BOTH = pytest.mark.parametrize("causal", [True, False])
@@ -54,15 +54,6 @@ def chosen(module, scores):
             larger = (scores > scores[..., i : i + 1]).sum(-1) + (scores[..., :i] == scores[..., i : i + 1]).sum(-1)
             active[..., i] = larger < probsparse.most(n, module.factor)
     return active
-
-
-def by_hand(spec, x, **parts):
-    """Outputs for one channel of one head, whose maps are x -> weight x + bias."""
-    module = build(spec, heads=1, dim=1)
-    for part, (weight, bias) in parts.items():
-        torch.nn.init.constant_(getattr(module, part).weight, weight)
-        torch.nn.init.constant_(getattr(module, part).bias, bias)
-    return module(torch.tensor(x, dtype=torch.float64)[None, :, None])[0].flatten().tolist()
 
 
 def test_by_hand():
@@ -284,18 +275,6 @@ def test_steps_choose_among_all_so_far(cuts):
         y, state = module(part, state)
         outs.append(y)
     torch.testing.assert_close(torch.cat(outs, 1), module(x)[0], rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("options", "causal", "message"),
-    [
-        ("factor=0", True, "factor=0 must be at least 1"),
-        ("published=True", False, "published=True needs causal=True"),
-    ],
-)
-def test_bad_options_are_refused(options, causal, message):
-    with pytest.raises(ValueError, match=message):
-        build(f"informer({options})", causal=causal)
 
 
 def test_the_published_form_has_no_state_and_no_matrix():

@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from gated_cases import Bare, fill, tokens
-from hand import plain
+from support.hand import plain
+from support.mechanisms import Bare, fill, tokens
 
 S = 1 / (1 + math.exp(-1.0))  # silu(1): what every projected one becomes
 

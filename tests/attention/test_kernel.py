@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hand import plain, read
+from support.hand import plain, read
 
 
 def test_by_hand():

@@ -3,7 +3,7 @@
 import pytest
 
 import longspan
-from hand import numbers, plain, read
+from support.hand import numbers, plain, read
 
 
 def test_by_hand():

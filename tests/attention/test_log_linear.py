@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import longspan
-from gated_cases import DIM, HEADS, N, fill, seeded, tokens
+from support.mechanisms import N, fill, seeded, tokens
 
 
 def test_by_hand():
@@ -56,17 +56,3 @@ def test_the_state_has_a_constant_size():
     _, after = module(x, state)
     assert [t.shape for t in after] == [t.shape for t in state]
     assert after.tokens.tolist() == [N, N]
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("log_linear(levels=1)", "levels=1 must be between 2 and 63"),
-        ("log_linear(channels=0)", "channels=0 .*at least 1"),
-        ("log_linear(key_heads=3)", "key_heads=3 must divide heads=2"),
-        ("log_linear(convolution=1)", "width=1 must be at least 2"),
-    ],
-)
-def test_bad_specs_are_refused(spec, message):
-    with pytest.raises(ValueError, match=message):
-        longspan.build(spec, DIM, HEADS)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import longspan
-from hand import plain, read
-from sparse_cases import build, data, heads_of, pairs, past, softmax
+from support.hand import plain, read
+from support.sparse import build, data, heads_of, pairs, past, softmax
 
 N = 37
 FORMS = [(3, 2, 1), (3, 9, 1), (2, 2, 3), (0, 1, 1), (4, 41, 1)]  # window, globals, dilation; globals in and out of it

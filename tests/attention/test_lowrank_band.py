@@ -6,15 +6,12 @@ import pytest
 import torch
 
 import longspan
-from hand import plain, read
+from support.hand import plain, read
+from support.tensors import data
 
 N = 13
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 8, [False] + [True] * 12])
 SEGMENTS = torch.tensor([[0] * 5 + [1] * 8, [2] * 13])
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def build(causal=True, rank=2, window=4) -> Any:
@@ -86,9 +83,3 @@ def test_the_state_is_a_ring_and_narrow_keys():
     assert state.near.keys.shape == (2, 2, 4, 3)
     assert state.far.keys.shape == (2, 2, N, 1)
     assert state.far.values.shape == (2, 2, N, 3)
-
-
-@pytest.mark.parametrize("options", ["rank=0", "window=0"])
-def test_bad_options_are_refused(options):
-    with pytest.raises(ValueError, match=f"{options} must be at least 1"):
-        longspan.build(f"lowrank_band({options})", 6, 2)

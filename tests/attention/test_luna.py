@@ -12,23 +12,16 @@ from longspan.attention.luna import softplus
 from longspan.models.config import StackConfig
 from longspan.ops.softmax import dense
 from longspan.ops.tensors import merge, split
+from support.tensors import close, data
 
 N = 11
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
 SEGMENTS = torch.tensor([[0] * 4 + [3] * 5 + [7] * 2, [1] * 11])
 
 
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def build(options="slots=4", causal=True) -> Any:
     torch.manual_seed(0)
     return longspan.build(f"luna({options})", 6, 2, causal=causal).double()
-
-
-def same(found, expected, tolerance=1e-10):
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def causal_definition(module, x, p=None) -> tuple[Any, Any]:
@@ -62,11 +55,11 @@ class TestCausal:
         module, x = build(f"slots=4, activation={activation!r}"), data(2, N, 6).requires_grad_()
         record = {}
         found, (expected, matrix) = module(x, record=record)[0], causal_definition(module, x)
-        same(found, expected)
-        same(record["matrix"], matrix)
+        close(found, expected)
+        close(record["matrix"], matrix)
         assert record["mask"].expand(2, 1, N, N).equal(torch.ones(2, 1, N, N, dtype=torch.bool).tril())
         wanted, upstream = (x, *module.parameters()), data(2, N, 6, seed=1)
-        same(*(torch.autograd.grad(y, wanted, upstream, retain_graph=True) for y in (found, expected)), 1e-9)
+        close(*(torch.autograd.grad(y, wanted, upstream, retain_graph=True) for y in (found, expected)), 1e-9)
 
     def test_steps_are_the_whole(self):
         module, x = build(), data(2, N, 6)
@@ -74,7 +67,7 @@ class TestCausal:
         for token in x.split(1, 1):
             y, state = module(token, state)
             outputs.append(y)
-        same(torch.cat(outputs, 1), causal_definition(module, x)[0])
+        close(torch.cat(outputs, 1), causal_definition(module, x)[0])
         assert state.count.tolist() == [N, N]
         assert [tuple(t.shape) for t in state] == [(2, 2, 3, 4), (2, 2, 4, 3), (2,)]
 
@@ -84,7 +77,7 @@ class TestCausal:
         for row in range(2):
             for number in set(SEGMENTS[row].tolist()):
                 own = (SEGMENTS[row] == number) & MASK[row]
-                same(y[row, own], causal_definition(module, x[row : row + 1, own])[0][0])
+                close(y[row, own], causal_definition(module, x[row : row + 1, own])[0][0])
 
     def test_the_first_token_by_hand(self):
         """t = 1: u is the softmax of q.k a / sqrt D, and the output u.a times the value."""
@@ -93,7 +86,7 @@ class TestCausal:
             module.pack_query.weight.zero_()
             module.pack_query.bias.zero_()
         # Scores of 0 for all slots: omega(0) = 1 in each, u is 1/2 in each, and the token reads its value.
-        same(module(x)[0], module.out(module.value(x)))
+        close(module(x)[0], module.out(module.value(x)))
 
     def test_weights_do_not_sum_to_one(self):
         record = {}
@@ -104,34 +97,34 @@ class TestCausal:
         module, x, carry = build(), data(2, N, 6), data(2, 4, 6, seed=1)
         y, _, handed = module(x, carry=carry)
         assert handed is carry
-        same(y, causal_definition(module, x, module.memory + carry)[0])
+        close(y, causal_definition(module, x, module.memory + carry)[0])
         state, outputs = module.init_state(2), []
         for token in x.split(1, 1):
             y_t, state, _ = module(token, state, carry=carry)
             outputs.append(y_t)
-        same(torch.cat(outputs, 1), y)
+        close(torch.cat(outputs, 1), y)
 
 
 class TestBidirectional:
     def test_it_is_two_attentions(self):
         module, x = build(causal=False), data(2, N, 6).requires_grad_()
         found, expected = module(x)[0], definition(module, x, module.memory.expand(2, -1, -1))[0]
-        same(found, expected)
+        close(found, expected)
         wanted, upstream = (x, *module.parameters()), data(2, N, 6, seed=1)
-        same(*(torch.autograd.grad(y, wanted, upstream, retain_graph=True) for y in (found, expected)), 1e-9)
+        close(*(torch.autograd.grad(y, wanted, upstream, retain_graph=True) for y in (found, expected)), 1e-9)
 
     @pytest.mark.parametrize("rows", [1, 2])
     def test_the_carry_is_added_and_handed_on(self, rows):
         module, x, carry = build(causal=False), data(2, N, 6), data(rows, 4, 6, seed=1)
         y, _, handed = module(x, carry=carry)
-        same([y, handed], [*definition(module, x, (module.memory + carry).expand(2, -1, -1))])
+        close([y, handed], [*definition(module, x, (module.memory + carry).expand(2, -1, -1))])
 
     def test_padding_and_packing_equal_separate_rows(self):
         module, x = build(causal=False), data(2, N, 6)
         y, _, handed = module(x, mask=MASK, carry=module.init_carry(x, MASK))
         for row in range(2):
             alone = definition(module, x[row : row + 1, MASK[row]], module.memory[None])
-            same([y[row, MASK[row]], handed[row]], [t[0] for t in alone])
+            close([y[row, MASK[row]], handed[row]], [t[0] for t in alone])
         # Four packed sequences, each with separate slots, in the same order for the next layer.
         carry = module.init_carry(x, None)
         for _ in range(2):
@@ -141,7 +134,7 @@ class TestBidirectional:
             for number, (row, part) in enumerate(pieces):
                 p = (module.memory + (carry if len(carry) == 1 else carry[number]))[None].reshape(1, 4, 6)
                 alone = definition(module, x[row : row + 1, part], p)
-                same([y[row, part], handed[number]], [t[0] for t in alone])
+                close([y[row, part], handed[number]], [t[0] for t in alone])
             carry = handed
 
     def test_a_stack_hands_its_slots_on(self):
@@ -158,7 +151,7 @@ class TestBidirectional:
         assert all(p.grad is not None for p in stack.parameters())
         # The slots of the first layer reach the output by way of the second one's packing, too.
         packed = stack(x, segments=SEGMENTS)[0]
-        same(packed[:1, 4:9], stack(x[:1, 4:9])[0])
+        close(packed[:1, 4:9], stack(x[:1, 4:9])[0])
 
     def test_there_is_no_record(self):
         """Between both attentions W_k mixes heads, so no matrix per head and pair of tokens describes the output."""
@@ -178,8 +171,8 @@ class TestContext:
             read = merge(dense.attend(split(module.pack_query(module.memory[None]), 2), keys, keys))
             slots = split(module.value(read), 2)
             expected = module.out(merge(dense.attend(split(module.query(x[row : row + 1]), 2), slots, slots)))
-            same(y[row : row + 1], expected)
-        same(module(x[:, 3:], state)[0], y[:, 3:])
+            close(y[row : row + 1], expected)
+        close(module(x[:, 3:], state)[0], y[:, 3:])
 
     def test_it_carries_nothing(self):
         module, x = build(causal=False), data(1, 3, 6)

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import longspan
-from gated_cases import DIM, HEADS, N, fill, seeded, tokens
+from support.mechanisms import DIM, N, fill, seeded, tokens
 
 
 def test_by_hand():
@@ -63,23 +63,3 @@ def test_the_size_of_the_state_is_constant():
 def test_heads_have_no_effect():
     (one, x), (two, _) = seeded("mamba", DIM, 1), seeded("mamba", DIM, 4)
     assert one(x)[0].equal(two(x)[0])
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("mamba(state_dim=0)", "state_dim=0 must be at least 1"),
-        ("mamba(expand=0)", "expand=0 must be at least 1"),
-        ("mamba(dt_rank=0)", "dt_rank=0 must be at least 1"),
-        ("mamba(dt_rank='full')", "dt_rank='full' must be a whole number or 'auto'"),
-        ("mamba(conv=1)", "width=1 must be at least 2"),
-    ],
-)
-def test_bad_specs_are_refused(spec, message):
-    with pytest.raises(ValueError, match=message):
-        longspan.build(spec, DIM, HEADS)
-
-
-def test_there_is_no_bidirectional_form():
-    with pytest.raises(ValueError, match="mamba has no bidirectional form; it has: causal"):
-        longspan.build("mamba", 8, 2, causal=False)

@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import longspan
-from gated_cases import DIM, HEADS, B, N, fill, merge_heads, seeded, tokens
+from support.mechanisms import DIM, B, N, fill, seeded, tokens
+from support.tensors import merge_heads
 
 
 def test_by_hand():
@@ -107,17 +108,3 @@ def test_initialization():
     assert 0.05 < dt.max() <= 0.1
     assert module.key_bias.eq(1).all()
     assert module.query_bias.eq(1).all()
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("mamba3(key_heads=3)", "key_heads=3 must divide heads=2"),
-        ("mamba3(channels=2)", "rotation=0.5 of channels=2 must be at least two channels"),
-        ("mamba3(rotation=1.5)", "rotation=1.5 of channels=128 must be .* at most all"),
-        ("mamba3(expand_v=0.1)", "expand_v=0.1 times a head dimension of 4"),
-    ],
-)
-def test_bad_specs_are_refused(spec, message):
-    with pytest.raises(ValueError, match=message):
-        longspan.build(spec, DIM, HEADS)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import longspan
-from sparse_cases import build, data, heads_of, softmax
+from support.sparse import build, data, heads_of, softmax
 
 N = 23
 BOTH = pytest.mark.parametrize("causal", [True, False])
@@ -162,15 +162,3 @@ def test_the_reference_backend_agrees():
         with longspan.backend("reference"):
             y = module(x)[0]
         torch.testing.assert_close(module(x)[0], y, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("stride=0", "stride=0 .*at least 1"),
-        ("pool='maximum'", "unknown pool 'maximum'; known: conv, mean"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        build(f"memory_compressed({options})")

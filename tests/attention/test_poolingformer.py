@@ -5,7 +5,7 @@ import torch
 
 import longspan
 from longspan.ops.compress import pool
-from sparse_cases import build, data, heads_of, pairs, past, softmax
+from support.sparse import build, by_hand, data, heads_of, pairs, past, softmax
 
 N = 23
 BOTH = pytest.mark.parametrize("causal", [True, False])
@@ -58,15 +58,6 @@ def definition(module, x):
         for i in range(n)
     ]
     return module.out((y + softmax(torch.tensor(seen), q, k, v)).transpose(1, 2).flatten(-2))
-
-
-def by_hand(spec, x, **parts):
-    """Outputs for one channel and one head, with maps x -> weight x + bias."""
-    module = build(spec, heads=1, dim=1)
-    for part, (weight, bias) in parts.items():
-        torch.nn.init.constant_(getattr(module, part).weight, weight)
-        torch.nn.init.constant_(getattr(module, part).bias, bias)
-    return module(torch.tensor(x, dtype=torch.float64)[None, :, None])[0].flatten().tolist()
 
 
 def test_by_hand():
@@ -200,18 +191,3 @@ def test_slots_that_do_not_fit_are_refused(given):
     message = "a null slot" if "null" in given else "window=0 is too small"
     with pytest.raises(ValueError, match=message):
         pool.attend(q, k, k, **({"kernel": 2, "stride": 2, "causal": False} | given))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("kernel=3, stride=4", "stride=4 must be between 1 and kernel=3"),
-        ("kernel=3, stride=0", "stride=0 must be between 1 and kernel=3"),
-        ("kernel=3, stride=2, far_window=2", "far_window=2 must be at least kernel . stride - 2 = 3"),
-        ("window=-1", "left=-1 must be a whole number of at least 0"),
-        ("pool='sum'", "unknown pool 'sum'; known: dynamic, max, mean"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        build(f"poolingformer({options})")

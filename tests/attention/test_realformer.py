@@ -9,13 +9,10 @@ import longspan
 from longspan import testing
 from longspan.models.config import StackConfig
 from longspan.models.stacks import Stack
+from support.tensors import data
 
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
 SEGMENTS = torch.tensor([[0] * 4 + [1] * 7, [2] * 11])
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def build(seed=0, causal=True):

@@ -7,14 +7,11 @@ from torch.utils.checkpoint import checkpoint
 import longspan
 from longspan.ops import buckets as op
 from longspan.ops.tensors import merge, split
+from support.tensors import data
 
 N = 37
 MASK = torch.tensor([[True] * 5 + [False] * 3 + [True] * 29, [False] * 2 + [True] * 35])
 SPEC = "reformer(chunk=3, buckets=4, rounds=3)"
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def build(spec=SPEC, dim=6, heads=2, **place):
@@ -231,26 +228,3 @@ class TestState:
             module.init_state(2)
         with pytest.raises(ValueError, match="reformer cannot continue"):
             module(data(2, 3, 6), build("reformer").init_state(2))
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ("chunk=0", "chunk=0 must be at least 1"),
-        ("rounds=0", "rounds=0 must be at least 1"),
-        ("rounds=257", "rounds=257 .*at most 256"),
-        ("buckets=7", "buckets=7 .*even number"),
-        ("buckets=0", "buckets=0 .*even number"),
-        ("factor=3, buckets=12", "factor=3 must be even"),
-        ("factor=4, buckets=12", "factor=4 must be even, and buckets=12"),
-        ("cross=True", "cross=True.* needs published=True"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options, text):
-    with pytest.raises(ValueError, match=text):
-        build(f"reformer({options})")
-
-
-def test_published_is_for_causal_models():
-    with pytest.raises(ValueError, match="published=True needs causal=True"):
-        build("reformer(published=True)", causal=False)

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 import longspan
-from gated_cases import DIM, HEADS, B, Bare, N, fill, heads_of, merge_heads, seeded, tokens
 from longspan.ops import gated
+from support.mechanisms import HEADS, B, Bare, N, fill, seeded, tokens
+from support.tensors import merge_heads, split_heads
 
 
 def test_by_hand():
@@ -25,7 +26,7 @@ def test_by_hand():
 def test_is_the_matrix_of_all_pairs(rotary):
     """Eqs 5 to 8 of the paper, with positions as complex numbers."""
     module, x = seeded(f"retention(rotary={rotary})", 16)
-    q, k, v = (heads_of(project(x)) for project in (module.query, module.key, module.value))
+    q, k, v = (split_heads(project(x)) for project in (module.query, module.key, module.value))
     gap = torch.arange(N)[:, None] - torch.arange(N)
     gamma = 1 - 2.0 ** (-5 - torch.arange(HEADS, dtype=torch.float64))
     decay = torch.where(gap >= 0, gamma[:, None, None] ** gap.clamp(min=0), 0.0)
@@ -40,7 +41,7 @@ def test_is_the_matrix_of_all_pairs(rotary):
 
 def test_is_scalar_decay_with_a_constant():
     module, x = seeded("retention(rotary=0.0)")
-    q, k, v = (heads_of(project(x)) for project in (module.query, module.key, module.value))
+    q, k, v = (split_heads(project(x)) for project in (module.query, module.key, module.value))
     log_decay = torch.tensor([31 / 32, 63 / 64], dtype=torch.float64).log()[:, None].expand(B, HEADS, N)
     o = gated.decay_attention(q, k, v, log_decay=log_decay)
     module.norm = Bare()
@@ -59,21 +60,3 @@ def test_initialization():
     found = [getattr(module, part).weight.abs().max().item() for part in ("query", "value", "out")]
     bounds = [(6 / 512) ** 0.5 * 2**-2.5, (6 / 768) ** 0.5 * 2**-2.5, (6 / 768) ** 0.5]
     assert found == pytest.approx(bounds, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("retention(rotary=-1.0)", "rotary=-1.0 must be positive"),
-        ("retention(expand_v=0.3)", "expand_v=0.3 times a head dimension of 4"),
-        ("retention(expand_v=0.25)", "expand_v=0.25 leaves each head 1 value channel"),
-    ],
-)
-def test_bad_specs_are_refused(spec, message):
-    with pytest.raises(ValueError, match=message):
-        longspan.build(spec, DIM, HEADS)
-
-
-def test_there_is_no_bidirectional_form():
-    with pytest.raises(ValueError, match="retention has no bidirectional form; it has: causal"):
-        longspan.build("retention", 8, 2, causal=False)

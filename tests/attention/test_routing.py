@@ -10,14 +10,11 @@ import longspan
 from longspan.attention.routing import Statistics
 from longspan.ops.backends import backend
 from longspan.ops.tensors import merge, split
+from support.tensors import data
 
 N = 37
 MASK = torch.tensor([[True] * 5 + [False] * 3 + [True] * 29, [False] * 2 + [True] * 35])
 SPEC = "routing(clusters=3, window=5)"
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def build(spec=SPEC, dim=8, heads=2, **place):
@@ -214,21 +211,3 @@ class TestPenalty:
         build()(data(2, 0, 8), record=record)
         assert record["penalty"] == 0
         assert record["statistics"].counts.sum() == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        ("clusters=0", "clusters=0 must be at least 1"),
-        ("window=0", "window=0 must be at least 1"),
-        ("decay=1.0", "decay=1.0 .*0 <= decay < 1"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options, text):
-    with pytest.raises(ValueError, match=text):
-        build(f"routing({options})")
-
-
-def test_published_is_for_causal_models():
-    with pytest.raises(ValueError, match="published=True needs causal=True"):
-        build("routing(published=True)", causal=False)

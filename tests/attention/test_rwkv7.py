@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import longspan
-from gated_cases import fill, seeded, tokens
-from hand import plain
+from support.hand import plain
+from support.mechanisms import fill, seeded, tokens
 
 X = tokens((2, 0), (1, 0), (0, 3), (1, 1))
 W = math.exp(-math.exp(-0.5) / 2)

@@ -11,14 +11,11 @@ from longspan.data import load
 from longspan.models.config import DecoderConfig
 from longspan.ops import edges as op
 from longspan.train import fit, loop, objectives
+from support.tensors import data
 from training_process import tiny
 
 N = 11
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def build(edges=2, causal=True, dim=6, heads=2) -> Any:
@@ -183,10 +180,6 @@ class TestMechanism:
             torch.testing.assert_close(z[:1, part], module(x[:1, part], record=alone)[0], rtol=0, atol=1e-12)
             logs.append(alone["log_prob"])
         torch.testing.assert_close(packed["log_prob"][:1], logs[0] + logs[1], rtol=0, atol=1e-12)
-
-    def test_bad_options_are_refused(self):
-        with pytest.raises(ValueError, match="edges=0 .*at least 1"):
-            longspan.build("sac(edges=0)", 6, 2)
 
 
 class TestPolicy:

@@ -6,22 +6,15 @@ import pytest
 import torch
 
 import longspan
+from support.tensors import close, data
 
 N = 11
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
 
 
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
 def make(kind, *args, **options):
     torch.manual_seed(0)
     return kind(6, 2, *args, **options).double()
-
-
-def same(found, expected, tolerance=1e-10):
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 def mab(block, x, y, mask=None):
@@ -43,32 +36,32 @@ def mab(block, x, y, mask=None):
 class TestDefinition:
     def test_mab(self, norm, mask):
         block, x, y = make(longspan.MAB, norm=norm), data(2, 4, 6), data(2, N, 6, seed=1)
-        same(block(x, y, mask), mab(block, x, y, mask))
+        close(block(x, y, mask), mab(block, x, y, mask))
 
     def test_sab(self, norm, mask):
         block, x = make(longspan.SAB, norm=norm), data(2, N, 6)
         real = slice(None) if mask is None else mask
-        same(block(x, mask)[real], mab(block.block, x, x, mask)[real])
+        close(block(x, mask)[real], mab(block.block, x, x, mask)[real])
 
     def test_isab_is_two_attentions(self, norm, mask):
         block, x = make(longspan.ISAB, points=4, norm=norm), data(2, N, 6).requires_grad_()
         real = torch.ones_like(MASK) if mask is None else mask
         found = block(x, mask)
         expected = mab(block.unpack, x, mab(block.pack, block.inducing.expand(2, -1, -1), x, mask))
-        same(found[real], expected[real])
+        close(found[real], expected[real])
         upstream, wanted = data(2, N, 6, seed=1), (x, *block.parameters())
-        same(
+        close(
             *(torch.autograd.grad(y[real], wanted, upstream[real], retain_graph=True) for y in (found, expected)), 1e-9
         )
 
     def test_pma(self, norm, mask):
         block, x = make(longspan.PMA, seeds=3, norm=norm), data(2, N, 6)
-        same(block(x, mask), mab(block.block, block.seeds.expand(2, -1, -1), block.row(x).relu(), mask))
+        close(block(x, mask), mab(block.block, block.seeds.expand(2, -1, -1), block.row(x).relu(), mask))
 
     def test_the_attention_is_the_block(self, norm, mask):
         module = longspan.build(f"set_transformer(points=4, norm={norm})", 6, 2, causal=False).double()
         x = data(2, N, 6)
-        same(module(x, mask=mask)[0], module.block(x, mask))
+        close(module(x, mask=mask)[0], module.block(x, mask))
 
 
 def test_a_case_by_hand():
@@ -84,9 +77,9 @@ def test_a_case_by_hand():
 def test_orders_do_not_matter():
     x, order = data(2, N, 6), torch.randperm(N, generator=torch.Generator().manual_seed(3))
     for block in (make(longspan.SAB), make(longspan.ISAB, points=4)):
-        same(block(x[:, order], MASK[:, order]), block(x, MASK)[:, order])
+        close(block(x[:, order], MASK[:, order]), block(x, MASK)[:, order])
     block = make(longspan.PMA, seeds=3)
-    same(block(x[:, order], MASK[:, order]), block(x, MASK))
+    close(block(x[:, order], MASK[:, order]), block(x, MASK))
 
 
 def test_a_seed_with_zero_queries_reads_the_mean():
@@ -96,7 +89,7 @@ def test_a_seed_with_zero_queries_reads_the_mean():
     values = block.block.value(block.row(x).relu())
     mean = torch.stack([values[b, MASK[b]].mean(0) for b in range(2)])[:, None]
     h = block.seeds + block.block.out(mean)
-    same(block(x, MASK), h + block.block.row(h).relu())
+    close(block(x, MASK), h + block.block.row(h).relu())
 
 
 @pytest.mark.parametrize("kind", ["SAB", "ISAB", "PMA"])
@@ -109,14 +102,14 @@ def test_masked_elements_are_ignored(kind):
     assert spoilt.grad.isfinite().all()
     for b in range(2):
         alone = block(x[b : b + 1, MASK[b]])[0]
-        same(y[b] if kind == "PMA" else y[b, MASK[b]], alone)
+        close(y[b] if kind == "PMA" else y[b, MASK[b]], alone)
         assert kind == "PMA" or not y[b, ~MASK[b]].any()
 
 
 def test_a_set_of_nothing_is_read_as_zeros():
     block, x = make(longspan.MAB, norm=False), data(2, 4, 6)
     h = x + block.out.bias
-    same(block(x, x, torch.zeros(2, 4, dtype=torch.bool)), h + block.row(h).relu())
+    close(block(x, x, torch.zeros(2, 4, dtype=torch.bool)), h + block.row(h).relu())
 
 
 def test_packed_sets_equal_separate_sets():
@@ -125,7 +118,7 @@ def test_packed_sets_equal_separate_sets():
     y = module(x, segments=segments, mask=MASK)[0]
     for row, part in ((0, slice(0, 4)), (0, slice(4, 11)), (1, slice(0, 11))):
         own = MASK[row, part]
-        same(y[row, part][own], module(x[row : row + 1, part][:, own])[0][0])
+        close(y[row, part][own], module(x[row : row + 1, part][:, own])[0][0])
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,11 @@ import torch
 
 import longspan
 from longspan.ops.compress import sinkhorn as op
+from support.tensors import data
 
 N, B = 13, 4  # the last of 4 blocks has one token
 U = -(-N // B)
 BLOCK = torch.arange(N) // B
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def build(options="block=4", causal=True, **more) -> Any:
@@ -277,18 +274,3 @@ class TestMechanism:
         assert state.sums.shape == (2, 2, 3, 3)
         torch.testing.assert_close(state.begun, x[:, 12:].sum(1), rtol=0, atol=1e-12)
         torch.testing.assert_close(state.queries, x.mean(1), rtol=0, atol=1e-12)
-
-    @pytest.mark.parametrize(
-        ("options", "message"),
-        [
-            ("block=0", "block=0 .*at least 1"),
-            ("iterations=-1", "iterations=-1 must be positive, or 0"),
-            ("temperature=0.0", "temperature=0.0 .*positive"),
-            ("noise=-1.0", "noise=-1.0 must be positive, or 0"),
-            ("cut=-1", "cut=-1 must be positive, or 0"),
-            ("cut=2", "sinkhorn has no causal form; it has: bidirectional"),
-        ],
-    )
-    def test_bad_options_are_refused(self, options, message):
-        with pytest.raises(ValueError, match=message):
-            longspan.build(f"sinkhorn({options})", 6, 2)

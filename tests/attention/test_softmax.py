@@ -2,7 +2,7 @@
 
 import pytest
 
-from hand import plain, read
+from support.hand import plain, read
 
 
 def test_by_hand():

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import longspan
-from hand import plain, read
-from sparse_cases import N, build, data
+from support.hand import plain, read
+from support.sparse import N, build, data
 
 
 def test_by_hand():

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hand import plain, read
 from longspan.states.kv_cache import KeyValues
-from sparse_cases import N, agree, build, data, pairs, past, product
+from support.hand import plain, read
+from support.sparse import N, agree, build, data, pairs, past, product
 
 
 def steps(kind, size, c, n=N):
@@ -81,25 +81,3 @@ def test_layers_of_near_keys_keep_a_ring():
         spec = f"sparse_transformer(kind={kind!r}, {sizes}, integration='interleaved')"
         assert build(spec).init_state(2).keys.shape[2] == 5
         assert isinstance(build(spec, layer=1).init_state(2), KeyValues)
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("sparse_transformer(kind='free')", "unknown kind of sparse transformer 'free'; known: fixed, strided"),
-        (
-            "sparse_transformer(integration='sum')",
-            "unknown integration 'sum'; known: interleaved, merged, per_head",
-        ),
-        ("sparse_transformer(summary=3)", "summary belongs to kind='fixed', not 'strided'"),
-        (
-            "sparse_transformer(kind='fixed', block=3, summary=4)",
-            "summary=4 .* block=3",
-        ),
-        ("sparse_transformer(block=0)", "must be a whole number of at least"),
-        ("sparse_transformer(kind='fixed', block=3, summary=0)", "summary=0 must be a whole number of at least 1"),
-    ],
-)
-def test_bad_options_are_refused(spec, message):
-    with pytest.raises(ValueError, match=message):
-        build(spec)

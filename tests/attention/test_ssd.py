@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import longspan
-from gated_cases import DIM, HEADS, N, fill, seeded, tokens
+from support.mechanisms import N, fill, seeded, tokens
 
 
 def test_by_hand():
@@ -55,22 +55,3 @@ def test_initialization():
     assert 1e-3 <= dt.min() < 2e-3
     assert 0.05 < dt.max() <= 0.1
     assert module.skip.eq(1).all()
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("ssd(channels=0)", "channels=0 .*at least 1"),
-        ("ssd(key_heads=3)", "key_heads=3 must divide heads=2"),
-        ("ssd(expand_v=0.1)", "expand_v=0.1 times a head dimension of 4"),
-        ("ssd(convolution=1)", "width=1 must be at least 2"),
-    ],
-)
-def test_bad_specs_are_refused(spec, message):
-    with pytest.raises(ValueError, match=message):
-        longspan.build(spec, DIM, HEADS)
-
-
-def test_there_is_no_bidirectional_form():
-    with pytest.raises(ValueError, match="ssd has no bidirectional form; it has: causal"):
-        longspan.build("ssd", 8, 2, causal=False)

@@ -6,14 +6,11 @@ import pytest
 import torch
 
 import longspan
-from hand import plain, read
 from longspan.attention.star import Star
+from support.hand import plain, read
+from support.tensors import data
 
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def build(options="cycles=3") -> Any:
@@ -101,20 +98,6 @@ def test_the_relay_of_the_last_cycle_is_not_computed():
     assert len(build("cycles=3").relays) == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("cycles=0", "cycles=0 must be from 1 to 1000"),
-        ("kind='open'", "unknown kind of ring 'open'; known: cyclic, truncated"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        build(options)
-
-
-def test_it_is_bidirectional_only():
-    with pytest.raises(ValueError, match="star has no causal form; it has: bidirectional"):
-        longspan.build("star", 6, 2)
+def test_segments_are_refused():
     with pytest.raises(ValueError, match="star does not support segments="):
         build()(data(1, 3, 6), segments=torch.zeros(1, 3, dtype=torch.long))

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 import longspan
-from hand import plain, read
 from longspan.states import nbytes
 from longspan.states.kv_cache import KeyValues
+from support.hand import plain, read
+from support.tensors import data
 
 KINDS = ("dense", "random", "factored_dense", "factored_random")
 MIXTURES = (
@@ -19,10 +20,6 @@ N = 11
 NETWORKS = (("hidden", ".weight"), ("hidden", ".bias"), ("outputs", ""), ("offsets", ""))
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
 SEGMENTS = torch.tensor([[0] * 4 + [1] * 7, [2] * 11])
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def build(kind, *, length=N, causal=True, heads=2):
@@ -255,28 +252,6 @@ def test_weights_of_single_kinds_keep_their_names():
     for kind, own in names.items():
         ends = {f"{part}.{end}" for part in ("value", "out") for end in ("weight", "bias")}
         assert set(build(kind).state_dict()) == own | ends
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("synthesizer(kind='sparse')", "unknown kind of scores 'sparse'.*known: dense, dot, factored_dense, .*random"),
-        ("synthesizer(kind='dense+sparse')", "unknown kind of scores 'sparse'.*known: dense, dot, factored_dense"),
-        ("synthesizer(kind='dense+')", "unknown kind of scores ''; known: dense, dot"),
-        ("synthesizer(kind='dot')", "kind='dot' alone is softmax attention"),
-        (
-            "synthesizer(kind='dense+dot+dense')",
-            r"kind='dense\+dot\+dense' has the same kind twice",
-        ),
-        ("synthesizer(kind='random+dot', rank=3)", r"rank belongs to kind='factored_random', not 'random\+dot'"),
-        ("synthesizer(length=0)", "length=0 .*must be positive"),
-        ("synthesizer(kind='random', length=7, rank=3)", "rank belongs to kind='factored_random', not 'random'"),
-        ("synthesizer(kind='factored_random', rank=0)", "rank=0 must be positive"),
-    ],
-)
-def test_bad_specs_are_refused(spec, message):
-    with pytest.raises(ValueError, match=message):
-        longspan.build(spec, 8, 2)
 
 
 @pytest.mark.parametrize(

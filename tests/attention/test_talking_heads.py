@@ -8,14 +8,11 @@ import torch
 import longspan
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
+from support.tensors import data
 
 HEADS = 3
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
 SEGMENTS = torch.tensor([[0] * 4 + [1] * 7, [2] * 11])
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def build(before=None, after=None, causal=True):

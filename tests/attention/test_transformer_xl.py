@@ -8,13 +8,11 @@ import torch
 
 import longspan
 from longspan import testing
+from support.mechanisms import wave
+from support.tensors import data
 
 N, DIM, HEADS = 23, 8, 2
 CUTS = ([N], [1] * N, [5, 8, 10], [1, 21, 1], [20, 3])
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def build(options="", dim=DIM, heads=HEADS, **place):
@@ -32,12 +30,6 @@ def run(module, x, cuts, **arguments):
         y, state = module(part, state, **arguments)
         outs.append(y)
     return torch.cat(outs, 1), state
-
-
-def wave(distance, dim):
-    """Sine and cosine of a distance, channel by channel."""
-    angles = [distance / 10000 ** (2 * (c // 2) / dim) for c in range(dim)]
-    return torch.tensor([math.cos(a) if c % 2 else math.sin(a) for c, a in enumerate(angles)], dtype=torch.float64)
 
 
 def oracle(module, x, sees, clamp=10**9):
@@ -235,19 +227,3 @@ def test_a_damaged_count_is_refused():
     state = module.init_state(1)._replace(position=torch.tensor([-1]))
     with pytest.raises(ValueError, match="is -1"):
         module(data(1, 3, DIM), state)
-
-
-@pytest.mark.parametrize(
-    ("options", "causal", "message"),
-    [
-        ("memory=0", True, "memory=0 .*at least 1"),
-        ("clamp=-1", True, "clamp=-1 must be .*or 0"),
-        ("segment=3", True, "segment=3 needs same_length=False"),
-        ("same_length=False", True, "segment=0 must be at least 1"),
-        ("same_length=False, segment=3", False, "a bidirectional form has no state"),
-        ("stop_gradient=False", False, "a bidirectional form has no state"),
-    ],
-)
-def test_bad_options_are_refused(options, causal, message):
-    with pytest.raises(ValueError, match=message):
-        longspan.build(f"transformer_xl({options})", DIM, HEADS, causal=causal)

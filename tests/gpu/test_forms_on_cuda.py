@@ -13,6 +13,7 @@ from longspan.ops import gated, linear
 from longspan.ops.gated import Recurrence, chunks, decay_per_channel, pairs
 from longspan.ops.linear.composed import composed
 from longspan.ops.linear.operands import LinearOperands
+from support.pairs import all_pairs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 causal = linear.causally
@@ -119,11 +120,18 @@ def test_products_of_bfloat16_lose_no_more_than_those_of_float32(packed, planned
         assert error([one], [right]) <= max(1.05 * error([plain], [right]), 1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("shape", [(8, 16, 4096, 64), (2, 16, 16384, 128), (1, 1, 2**17, 64), (256, 16, 512, 64)])
-def test_linear_attention_takes_at_most_four_times_the_memory_of_its_inputs(shape, packed, dtype, planned):
+@pytest.mark.parametrize(
+    "row",
+    all_pairs(
+        shape=((8, 16, 4096, 64), (2, 16, 16384, 128), (1, 1, 2**17, 64), (256, 16, 512, 64)),
+        packed=(False, True),
+        dtype=(torch.bfloat16, torch.float32),
+    ),
+    ids=str,
+)
+def test_linear_attention_takes_at_most_four_times_the_memory_of_its_inputs(row, planned):
     """An upper limit: without a GPU, products of bfloat16 also make copies in float32."""
+    shape, packed, dtype = row.values()
     with FakeTensorMode(), Work() as work:
         q, k, v = (torch.empty(shape, dtype=dtype) for _ in range(3))
         segments = torch.empty(shape[0], shape[2], dtype=torch.long) if packed else None

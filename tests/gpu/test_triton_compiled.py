@@ -96,7 +96,12 @@ STACKS = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("size", "dtype", "capability", "bare"), list(STACKS), ids=str)
+@pytest.mark.parametrize(
+    ("size", "dtype", "capability", "bare"),
+    # Each takes a minute to build.
+    [pytest.param(*case, marks=[pytest.mark.slow] if number else []) for number, case in enumerate(STACKS)],
+    ids=str,
+)
 def test_kernels_fit_a_gpu(size, dtype, capability, bare):
     requests = [wanted(kernel, size, dtype, capability, bare=bare) for kernel in tiles.SPLIT]
     check(requests, STACKS[size, dtype, capability, bare])

@@ -326,7 +326,7 @@ def test_what_the_kernels_cannot_serve_is_refused(changes, reason):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
 def test_kernels_compile_without_spilling(capability):
     """For contiguous operands of 16 bytes, loads are wide: no scalar loads but those of borders."""
     module = "longspan.ops.triton.convolution"

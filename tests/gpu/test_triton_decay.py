@@ -307,7 +307,10 @@ SPILLS = {
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("dtype", "size", "capability"), list(SPILLS))
+@pytest.mark.parametrize(
+    ("dtype", "size", "capability"),
+    [pytest.param(*case, marks=[pytest.mark.slow] if number else []) for number, case in enumerate(SPILLS)],
+)
 def test_builds_fit_a_gpu(dtype, size, capability):
     forward, backward = SPILLS[dtype, size, capability]
     for build in built(dtype, size, capability):

@@ -93,12 +93,12 @@ def test_a_test_that_has_moved_is_found():
 
 def test_every_part_of_the_package_has_mutants():
     parts = collections.Counter("/".join(mutant.file.split("/")[:2]) for mutant in mutants.LIST)
-    assert len(mutants.LIST) <= 120
+    assert len(mutants.LIST) <= 50
     assert sum(not mutant.file.endswith(".py") for mutant in mutants.LIST) <= 10
     ops = ("linear", "gated", "sparse", "buckets", "compress", "softmax", "convolution")
     compat = ("transformers", "fla", "fast_transformers")
     for part in (*(f"ops/{name}" for name in ops), *(f"compat/{name}" for name in compat), "compat/onnx.py"):
-        assert parts[part] >= 2, part
+        assert parts[part] >= 1, part
     for part in (
         "states",
         "attention",
@@ -111,7 +111,7 @@ def test_every_part_of_the_package_has_mutants():
         "testing",
         "cli",
     ):
-        assert sum(mutant.file.startswith(f"{part}/") for mutant in mutants.LIST) >= 2, part
+        assert sum(mutant.file.startswith(f"{part}/") for mutant in mutants.LIST) >= 1, part
 
 
 SOURCE = """

@@ -126,10 +126,10 @@ def test_an_installed_wheel_needs_no_compiler(builder, tmp_path):
     assert f"prebuilt for {prebuilt.best().name}" in printed
     assert str(site) in printed
     kernels = (
-        "ops/test_native",
+        "ops/test_linear_native",
         "ops/test_sequence",
         "generation/test_engine",
-        "ops/test_gated_native",
+        "ops/test_laws",
         "ops/test_tiles",
     )
     whole = " ".join(f"tests/{part}.py" for part in kernels)

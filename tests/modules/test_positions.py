@@ -11,6 +11,7 @@ from longspan import Decoder, DecoderConfig, Encoder, EncoderConfig, Seq2Seq, Se
 from longspan.modules import positions
 from longspan.modules.rotary import rotate
 from longspan.modules.sinusoidal import sinusoid
+from support.tensors import data
 
 SMALL = {"dim": 16, "depth": 2, "heads": 2, "feedforward": 12, "vocab": 7, "length": 20}
 TOKENS = torch.randint(0, 7, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -26,10 +27,6 @@ EVERY = (
     "relative(clamp=4)",
     "alibi",
 )
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 class TestSinusoids:

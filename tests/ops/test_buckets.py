@@ -12,6 +12,7 @@ from longspan import backend, ops
 from longspan.ops import buckets
 from longspan.ops.buckets import Rule, lists, places, windows
 from longspan.ops.native.call import available
+from support.tensors import data
 
 BUCKETS, SCALE = 4, 0.7
 ALIGNED = [
@@ -28,10 +29,6 @@ WHOLE = [
     for causal, lookback, cross, wrap, alone in itertools.product((0, 1), (0, 1, 2), (0, 1), (0, 1), (0, 1))
 ]
 ALONE = [Rule(window=4), Rule(window=6, alone=True), Rule(window=1, alone=True)]
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def drawn(rounds, n, seed=0):

@@ -246,22 +246,3 @@ class TestMechanisms:
             module = longspan.build(spec, 8, 2).to(dtype)
             _, state = module(self.x.to(dtype), module.init_state(2))
             assert {t.dtype for t in (*state, *module.init_state(2))} == {wide}
-
-    @pytest.mark.parametrize(
-        ("spec", "message"),
-        [
-            ("deltanet(convolution=1)", "width=1 must be at least 2"),
-            ("gated_deltanet(key_heads=3)", "key_heads=3 must divide heads=2"),
-            ("gated_deltanet(key_heads=-1)", "key_heads=-1 must divide heads=2"),
-            ("gated_deltanet(expand_v=0.3)", "expand_v=0.3 times a head dimension of 4"),
-            ("gated_deltanet(expand_k=0.0)", "expand_k=0.0 times a head dimension of 4"),
-            ("kda(lower_bound=5.0)", "lower_bound=5.0 must be negative, or 0"),
-        ],
-    )
-    def test_options_that_do_not_fit_are_refused(self, spec, message):
-        with pytest.raises(ValueError, match=message):
-            longspan.build(spec, 8, 2)
-
-    def test_there_is_no_bidirectional_form(self):
-        with pytest.raises(ValueError, match="kda has no bidirectional form; it has: causal"):
-            longspan.build("kda", 8, 2, causal=False)

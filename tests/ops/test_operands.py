@@ -69,8 +69,8 @@ def serves(name: str, kind: str) -> bool:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("tokens", [1, 7, 300])
-@pytest.mark.parametrize("name", ALL)
-def test_a_sign_that_is_still_to_be_changed(name, tokens, dtype):
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("linear", "decay", "decay by channel", "delta")])
+def test_negated_views_are_read_with_their_sign(name, tokens, dtype):
     call, made = operation(name)
     given = made(tokens, dtype)
     expected = call(**given)

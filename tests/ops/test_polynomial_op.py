@@ -6,10 +6,7 @@ import torch
 import longspan
 from longspan.ops.backends import backend
 from longspan.ops.linear import polynomial
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from support.tensors import data
 
 
 def pair(constant, **place):

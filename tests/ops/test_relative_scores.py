@@ -6,10 +6,7 @@ import torch
 import longspan
 from longspan.ops import rows
 from longspan.ops.softmax import relative
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from support.tensors import data
 
 
 @pytest.mark.parametrize(("n", "m"), [(1, 1), (1, 7), (5, 5), (5, 11), (4, 9)])

@@ -14,12 +14,11 @@ ROOT = Path(__file__).parents[2]
 BATTERY = tuple(
     f"tests/{part}.py"
     for part in (
-        "ops/test_native",
+        "ops/test_linear_native",
         "ops/test_sequence",
         "generation/test_engine",
         "generation/test_engine_recurrent",
-        "ops/test_gated_native",
-        "ops/test_general_native",
+        "ops/test_laws",
         "ops/test_tiles",
     )
 )

@@ -97,7 +97,7 @@ class TestOperations:
         torch.testing.assert_close(back(out.cos()), expected)
 
     @pytest.mark.parametrize("which", [0, 1, 2])
-    def test_of_many_at_once(self, name, inputs, which):
+    def test_vmap_equals_calls_one_by_one(self, name, inputs, which):
         function, dims = self.function(name, inputs), [None] * 3
         dims[which] = 0
         many = torch.stack([inputs[which], inputs[which].flip(3)])

@@ -7,11 +7,11 @@ import threading
 
 import pytest
 import torch
-from test_resume import finish, start, wait_while
 from torch import distributed as dist
 
 from longspan.models import checkpoint, parts, shards
 from longspan.models.decoder import Decoder
+from support.runs import finish, start, wait_while
 from training_process import HANGS, TINY, checkpoints, in_parts
 
 FIELDS = {"steps": 12, "dropout": 0.0, "evaluate_every": 12, "save_every": 4, "keep": 9, "evaluate_examples": 2}

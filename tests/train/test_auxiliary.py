@@ -1,13 +1,11 @@
 """Auxiliary losses: layers below the last and tokens after the next one, by heads that are dropped afterwards."""
 
-import csv
 import math
 from dataclasses import replace
 from fractions import Fraction
 
 import pytest
 import torch
-from test_resume import press_at
 
 import longspan
 from longspan.models import checkpoint
@@ -15,19 +13,14 @@ from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import fit
 from longspan.train.auxiliary import Auxiliary, weight_of
+from support.runs import press_at, rows
 from training_process import tiny, weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 DEEP = DecoderConfig(
     dim=8, heads=2, feedforward=12, depth=4, attention="linear; softmax", vocab=17, length=64, dropout=0.1
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def made(config=DEEP, **options):
@@ -185,11 +178,6 @@ class Said(torch.nn.Module):
 
     def forward(self, x):
         return self.outputs[:, : x.shape[1]]
-
-
-def rows(folder):
-    with (folder / "run" / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 @pytest.fixture(scope="module")

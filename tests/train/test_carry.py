@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_resume import press_at, wait_for
 
 import longspan
 from longspan import data
@@ -24,7 +23,10 @@ from longspan.models.decoder import Decoder
 from longspan.train import TrainConfig, fit, streaming_eval, tbptt
 from longspan.train.evaluate import total
 from longspan.train.objectives import Streams
+from support.runs import press_at, wait_for
 from training_process import HANGS, weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SPECS = (
     "transformer_xl(memory=9)",
@@ -37,14 +39,6 @@ XL = DecoderConfig(
     dim=8, depth=2, heads=2, feedforward=12, attention=SPECS[0], vocab=256, positions="none", dropout=0.1
 )
 LENGTH = 11
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from test_resume import finish, start, wait_for
 from torch import distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +25,7 @@ from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import fit, loop, objectives
 from longspan.train.place import PLACE
+from support.runs import finish, start, wait_for
 from training_process import HANGS, TINY, tiny
 
 SIZES = {"dim": 8, "heads": 2, "feedforward": 12}

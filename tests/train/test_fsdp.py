@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_resume import finish, start
 
 from longspan.attention import list_mechanisms, mechanism_examples
 from longspan.attention.base import REGISTRY
@@ -21,6 +20,7 @@ from longspan.models import checkpoint, parts, shards
 from longspan.models.decoder import Decoder
 from longspan.train import fit
 from longspan.train.sharded import check
+from support.runs import finish, start
 from training_process import HANGS, TINY, in_parts, tiny
 
 SIZES = {"dim": 8, "heads": 2, "feedforward": 12, "depth": 2, "vocab": 7, "positions": "none", "length": 64}

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from test_resume import press_at
 
 import longspan
 from longspan import data
@@ -17,19 +16,14 @@ from longspan.models.config import DecoderConfig, EncoderConfig
 from longspan.models.encoder import Encoder
 from longspan.train import TrainConfig, fit, objectives
 from longspan.train.evaluate import classified
+from support.runs import press_at
 from training_process import tiny, weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 TINY = EncoderConfig(
     dim=8, depth=1, heads=2, feedforward=12, attention="linear", vocab=256, outputs=2, labels="a b", pool="mean"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def made(**fields):

@@ -19,6 +19,8 @@ from longspan.train.learned import FILE, Diary, history, learned, scalars, summa
 from longspan.train.plots import draw
 from training_process import tiny
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SPANS = DecoderConfig(
     dim=8,
     heads=2,
@@ -31,14 +33,6 @@ SPANS = DecoderConfig(
 ACT = DecoderConfig(
     dim=8, heads=2, feedforward=12, depth=1, vocab=17, length=64, attention="linear", stack="act(steps=5)"
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from test_resume import press_at
 from torch import nn
 
 import longspan
@@ -10,6 +9,7 @@ from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import TrainConfig, fit, objectives
+from support.runs import press_at
 from training_process import TINY, tiny, weights
 
 

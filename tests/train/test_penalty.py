@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
-from test_resume import press_at
 
 import longspan
 from longspan._utils import progress
@@ -19,24 +18,16 @@ from longspan.models.stacks import Stack
 from longspan.states import lookback
 from longspan.train import bits, fit, loop, objectives
 from longspan.train.report import Bar
+from support.runs import press_at, rows
+from support.tensors import data
 from training_process import tiny, weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SPANS = "adaptive_span(span=11, ramp=3, initial=4.0)"
 SMALL = {"dim": 8, "heads": 2, "feedforward": 12}
 LEARNING = DecoderConfig(**SMALL, depth=2, attention=SPANS, vocab=17, length=64)
 MASK = torch.tensor([[True] * 9 + [False] * 4, [False] * 2 + [True] * 11])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def stack(*specs):
@@ -164,11 +155,6 @@ def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("penalized")
     fit(LEARNING, tiny(folder, penalty=0.01), progress=False)
     return folder
-
-
-def rows(folder):
-    with (folder / "run" / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def fractions(folder):

@@ -7,11 +7,9 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,15 +22,10 @@ from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from longspan.train import fit, loop
 from longspan.train.report import COLUMNS, Table
+from support.runs import finish, press_at, start, wait_for
 from training_process import HANGS, TINY, best_at, checkpoints, tiny, weights
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
@@ -44,18 +37,6 @@ def whole(tmp_path_factory):
     fit(TINY, tiny(folder), progress=False)
     torch.set_num_threads(threads)
     return folder
-
-
-def press_at(monkeypatch, index, times=1):
-    """Ctrl-C while micro-batch number ``index`` is being worked on."""
-    seed = loop.step_seed
-
-    def pressed(run_seed, micro, rank):
-        for _ in range(times if micro == index else 0):
-            signal.raise_signal(signal.SIGINT)
-        return seed(run_seed, micro, rank)
-
-    monkeypatch.setattr(loop, "step_seed", pressed)
 
 
 class TestStopAndResume:
@@ -309,52 +290,6 @@ class TestRefused:
         monkeypatch.setattr(loop.Task, "training_step", broken)
         with pytest.raises(ValueError, match=r"the gradient's norm became .* at step 0; nothing was saved yet"):
             fit(TINY, tiny(tmp_path), progress=False)
-
-
-def start(folder, *, resume=False, pause=0.0, dropout=0.1, model=None, double=False, writing=None, **fields):
-    """A process that trains in ``folder``, in a separate process group, with its output in the files out and err."""
-    folder.mkdir(exist_ok=True)
-    job = {
-        "model": model or TINY.to_dict() | {"dropout": dropout},
-        "run": vars(tiny(folder, **fields)),
-        "resume": resume,
-        "pause": pause,
-        "double": double,
-        "writing": writing or {},
-    }
-    command = [
-        sys.executable,
-        Path(__file__).parents[1] / "training_process.py",
-        json.dumps(job | {"record": str(folder)}),
-    ]
-    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-        # The one warning that pyproject.toml lets pass, on a machine without a compiler.
-        said_once = "ignore:longspan runs without its native CPU kernels:RuntimeWarning"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": said_once}
-        return subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
-
-
-def finish(process, folder):
-    assert process.wait(timeout=HANGS) == 0, (folder / "err").read_text()
-    assert (folder / "out").read_text() == ""
-    for line in (folder / "err").read_text().splitlines():
-        assert re.match(r"[\d,]+ parameters, |step \d+(: training|/\d+, )|\d+ steps; best checkpoint: ", line), line
-
-
-def wait_for(folder, process, step):
-    """Until the checkpoint of ``step`` is the last one, or the process ends."""
-    last = folder / "run" / "checkpoints" / "last"
-    wait_while(lambda: not (last.exists() and int(last.read_text()[5:]) >= step), process, folder)
-
-
-def wait_while(holds, process, folder):
-    """Wait as long as a condition of a running process holds."""
-    end = time.monotonic() + HANGS
-    while process.poll() is None and time.monotonic() < end and holds():
-        time.sleep(0.005)
-    said = (folder / "err").read_text()
-    assert process.poll() is None, said
-    assert time.monotonic() < end, f"it hangs: {said}"
 
 
 class TestProcesses:

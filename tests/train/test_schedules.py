@@ -1,6 +1,5 @@
 """Options of training: learning rates, skipped steps, averages of weights, compiled blocks, loggers, and speed."""
 
-import csv
 import itertools
 import math
 import sys
@@ -15,20 +14,10 @@ from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig
 from longspan.models.stacks.block import Block
 from longspan.train import TrainConfig, average, fit, loop, objectives, rate, speed
+from support.runs import rows
 from training_process import TINY, tiny, weights
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def rows(folder):
-    with (folder / "run" / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class TestRates:

@@ -11,11 +11,11 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
-from test_resume import finish, start
 
 import longspan
 from longspan.models.config import EncoderConfig
 from longspan.train import fit
+from support.runs import finish, start
 from training_process import HANGS, TINY, tiny
 
 # 64 tokens; clipped in every step.

@@ -1,24 +1,17 @@
 """Buffers that mechanisms' own statistics move: after each step of a training, by all of its micro-batches."""
 
 import pytest
-import torch
-from test_resume import press_at
 
 import longspan
 from longspan.models.config import DecoderConfig
 from longspan.train import fit
+from support.runs import press_at
 from training_process import tiny, weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 SPEC = "routing(clusters=3, window=5); softmax"
 LEARNING = DecoderConfig(dim=8, heads=2, feedforward=12, depth=2, attention=SPEC, vocab=17, length=64)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def counts(folder):

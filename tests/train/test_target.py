@@ -1,6 +1,5 @@
 """Encoder-decoders in training: the loss of real tokens alone, exact matches, and runs that resume to the same bits."""
 
-import csv
 import itertools
 import math
 import signal
@@ -9,7 +8,6 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 import yaml
-from test_resume import finish, press_at, start, wait_for
 
 import longspan
 from longspan.data.pairs import Batch
@@ -18,7 +16,10 @@ from longspan.models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from longspan.models.seq2seq import Seq2Seq
 from longspan.train import TrainConfig, fit, loop, objectives
 from longspan.train.evaluate import evaluate_seq2seq
+from support.runs import finish, press_at, rows, start, wait_for
 from training_process import TINY, tiny, weights
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORDS = ["".join(word) for n in (1, 2, 3, 4) for word in itertools.product("abc", repeat=n)]
 SMALL = Seq2SeqConfig(
@@ -33,14 +34,6 @@ SMALL = Seq2SeqConfig(
     attention="linear",
     encoder_attention="softmax",
 )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +64,6 @@ def build(**fields):
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.4)
     return model
-
-
-def rows(folder):
-    with (folder / "run" / "metrics.csv").open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 KINDS = (

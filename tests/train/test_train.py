@@ -19,13 +19,7 @@ from longspan.train.evaluate import default_batch_size, total
 from longspan.train.report import COLUMNS, _short
 from training_process import TINY, best_at, checkpoints, tiny, weights
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

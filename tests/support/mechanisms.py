@@ -1,4 +1,6 @@
-"""What the tests of mechanisms with decay and the delta rule share: weights set by name, tokens, heads side by side."""
+"""Mechanisms with seeded weights, weights set by name, and tokens."""
+
+import math
 
 import torch
 from torch import nn
@@ -35,9 +37,16 @@ def tokens(*rows):
     return torch.tensor([rows], dtype=torch.float64)
 
 
-def heads_of(x, heads=HEADS):
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+def in_parts(module, x, cuts):
+    """The outputs of calls on parts of so many tokens, and the last state."""
+    outs, state = [], module.init_state(len(x))
+    for part in x.split(cuts, 1):
+        y, state = module(part, state)
+        outs.append(y)
+    return torch.cat(outs, 1), state
 
 
-def merge_heads(x):
-    return x.transpose(1, 2).flatten(-2)
+def wave(distance, dim):
+    """Sines and cosines of a distance, as in Transformer-XL."""
+    angles = [distance / 10000 ** (2 * (c // 2) / dim) for c in range(dim)]
+    return torch.tensor([math.cos(a) if c % 2 else math.sin(a) for c, a in enumerate(angles)], dtype=torch.float64)

@@ -1,0 +1,106 @@
+"""Softmax over scores of content and distance, pair by pair: one score for each mechanism, and what follows from it."""
+
+import math
+
+import pytest
+import torch
+
+import longspan
+from longspan.attention import alibi
+from support.tensors import close, data, merge_heads, split_heads
+
+N, DIM = 11, 8
+MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
+SEGMENTS = torch.tensor([[0] * 4 + [1] * 7, [2] * 11])
+PLACES = torch.arange(N).expand(2, -1)
+# For each form of a call: its arguments, the position of each token, and the pairs that it allows.
+CALLS = {
+    "whole": ({}, PLACES, torch.ones(2, N, N, dtype=torch.bool)),
+    "padded": ({"mask": MASK}, MASK.cumsum(1) - MASK.long(), MASK[:, None, :] & MASK[..., None]),
+    "packed": (
+        {"segments": SEGMENTS},
+        torch.stack([torch.cat([PLACES[0, :4], PLACES[0, :7]]), PLACES[0]]),
+        SEGMENTS[:, None, :] == SEGMENTS[..., None],
+    ),
+}
+
+
+def score_alibi(module, h, query, key, i, j, seen, whole):
+    return query @ key / math.sqrt(len(query)) - alibi.slopes(module.heads)[h] * abs(i - j)
+
+
+def score_gaussian(module, h, query, key, i, j, seen, whole):
+    """G_ij from the query of all heads and the number of tokens that it sees."""
+    content = query @ key / math.sqrt(len(query))
+    if module.kind == "fixed":
+        return content - abs(module.w[h] * (i - j) ** 2 + module.b[h])
+    hidden = (module.hidden.weight @ whole).tanh()
+    place, width = (seen * (weight[h] @ hidden).sigmoid() for weight in (module.centre.weight, module.width.weight))
+    return content - (j - place) ** 2 / (2 * (width / 2) ** 2)
+
+
+def score_relative(module, h, query, key, i, j, seen, whole):
+    size, d = len(query), i - j
+    d = max(-module.clamp, min(module.clamp, d)) if module.clamp else d
+    angles = [d / 10000 ** (2 * (c // 2) / module.dim) for c in range(module.dim)]
+    wave = query.new_tensor([math.cos(a) if c % 2 else math.sin(a) for c, a in enumerate(angles)])
+    distance = module.distance.weight[h * size : (h + 1) * size] @ wave
+    return ((query + module.u[h]) @ key + (query + module.v[h]) @ distance) / math.sqrt(size)
+
+
+SCORES = {
+    "alibi": score_alibi,
+    "gaussian(kind='learned')": score_gaussian,
+    "gaussian(kind='fixed')": score_gaussian,
+    "relative": score_relative,
+    "relative(clamp=3)": score_relative,
+}
+
+
+def build(spec, causal=True):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = longspan.build(spec, DIM, 2, causal=causal).double()
+        for name in ("u", "v"):
+            if hasattr(module, name):
+                torch.nn.init.normal_(getattr(module, name))
+        return module
+
+
+@torch.no_grad()
+def quadratic(module, score, x, at, allowed):
+    """x (B,N,dim), positions (B,N), allowed (B,N,N) -> (B,N,dim), one pair after the other."""
+    queries = module.query(x)
+    q, k, v = (split_heads(t) for t in (queries, module.key(x), module.value(x)))
+    out = torch.zeros_like(v)
+    for b, i in torch.cartesian_prod(torch.arange(len(x)), torch.arange(x.shape[1])).tolist():
+        keys = allowed[b, i].nonzero().flatten().tolist()
+        for h in range(module.heads):
+            scores = [
+                score(module, h, q[b, h, i], k[b, h, j], int(at[b, i]), int(at[b, j]), len(keys), queries[b, i])
+                for j in keys
+            ]
+            if keys:
+                out[b, h, i] = torch.stack(scores).softmax(0) @ v[b, h, keys]
+    return module.out(merge_heads(out))
+
+
+@pytest.mark.parametrize("form", CALLS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("spec", SCORES)
+def test_outputs_equal_the_sums_over_pairs(spec, causal, form):
+    module, x, (arguments, at, allowed) = build(spec, causal), data(2, N, DIM), CALLS[form]
+    expected = quadratic(module, SCORES[spec], x, at, allowed.tril() if causal else allowed)
+    real = arguments.get("mask", torch.ones_like(MASK))
+    close(module(x, **arguments)[0][real], expected[real])
+
+
+@pytest.mark.parametrize("spec", SCORES)
+def test_steps_and_packed_calls_continue_at_their_positions(spec):
+    module, x = build(spec), data(2, N, DIM)
+    whole = module(x)[0]
+    with torch.no_grad():
+        _, state = module(x[:, :5], module.init_state(2, 7))
+        y, _ = module(x[:, 5:], state, segments=torch.tensor([[0] * 4 + [1] * 2] * 2))
+    close(y[:, :4], whole[:, 5:9])
+    close(y[:, 4:], module(x[:, 9:])[0])

@@ -1,0 +1,23 @@
+"""Random tensors, comparisons, and the layouts of heads."""
+
+import torch
+from torch import Tensor
+
+
+def data(*shape: int, seed: int = 0) -> Tensor:
+    """Normal numbers in float64."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+
+
+def split_heads(x: Tensor, heads: int = 2) -> Tensor:
+    """(B,N,H D) -> (B,H,N,D)."""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+
+def merge_heads(x: Tensor) -> Tensor:
+    """(B,H,N,D) -> (B,N,H D)."""
+    return x.transpose(1, 2).flatten(-2)
