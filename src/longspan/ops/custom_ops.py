@@ -14,8 +14,10 @@ from .operands import double_backward
 
 R = TypeVar("R", bound=tuple[Any, ...])
 
-TYPES: dict[Any, str] = {Tensor: "Tensor", Tensor | None: "Tensor?", Sequence[int]: "int[]"}
-TYPES |= {float: "float", bool: "bool", int: "int", str: "str"}
+TYPES: dict[Any, str] = {
+    **{Tensor: "Tensor", Tensor | None: "Tensor?", Sequence[int]: "int[]"},
+    **{float: "float", bool: "bool", int: "int", str: "str"},
+}
 
 
 def _fields(operands: type[tuple[Any, ...]]) -> tuple[str, int]:

@@ -138,7 +138,7 @@ def general_delta_rule(
         if (found := forms.step(FORMS, r, donate)) is not None:
             return found if return_state else found[0]
         declined = True
-    check(**vectors, mask=mask, segments=segments, cu_seqlens=cu_seqlens, state=state)
+    check(None, **vectors, mask=mask, segments=segments, cu_seqlens=cu_seqlens, state=state)
     r = _operands(*given, state, mask, segments, cu_seqlens, scale, read_before_decay)
     out, after = isolated_call(partial(serve, declined=declined), r, donate)
     return (out, after) if return_state else out
