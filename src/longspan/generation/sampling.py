@@ -15,7 +15,8 @@ from ..models.sampling import Sampling, SamplingOptions, with_sampling_options
 from ..models.seq2seq import Seq2Seq
 from ..ops.buffers import reuse_pages
 from ..states import fix_capacity, nbytes
-from . import static_step
+from . import drafting, static_step
+from .drafting import Draft
 from .native_decoder import Engine
 
 FEW = 8  # up to this number of tokens, preparing the decode engine takes longer than it saves
@@ -68,6 +69,8 @@ def generate(
     stop: int | None = None,
     stream: Literal[False] = False,
     cuda_graph: bool | None = None,
+    draft: Draft | None = None,
+    draft_tokens: int = 8,
     **options: Unpack[SamplingOptions],
 ) -> Tensor: ...
 
@@ -87,6 +90,8 @@ def generate(
     stop: int | None = None,
     stream: Literal[True],
     cuda_graph: bool | None = None,
+    draft: Draft | None = None,
+    draft_tokens: int = 8,
     **options: Unpack[SamplingOptions],
 ) -> Iterator[Tensor]: ...
 
@@ -107,6 +112,8 @@ def generate(
     stop: int | None = None,
     stream: bool = False,
     cuda_graph: bool | None = None,
+    draft: Draft | None = None,
+    draft_tokens: int = 8,
     **options: Unpack[SamplingOptions],
 ) -> Tensor | Iterator[Tensor]:
     """Generate up to ``max_new_tokens`` tokens for every sequence.
@@ -125,6 +132,11 @@ def generate(
         stream: Return an iterator that yields the next token of every sequence, (B,) int64, as it is drawn.
         cuda_graph: Capture the decode step in a CUDA graph, and replay it for each token. None: on a CUDA device, if
             the model's step can be captured and there are more than 32 tokens to generate.
+        draft: Reads several tokens at a time, guessed by this: ``"prompt-lookup"`` guesses what followed the last
+            tokens earlier in the text, a smaller ``Decoder`` of the same tokens its most likely ones, and a function
+            gets the tokens so far (B,T) and a count and returns at most as many (B,K). The text is the same, to the
+            bit. All rows go on together, so a guess helps only if it is right for every row.
+        draft_tokens: Tokens to guess at most; fewer where guesses fail.
         **options: As in ``longspan.serving.Sampling``.
 
     Returns:
@@ -132,8 +144,8 @@ def generate(
 
     Raises:
         ValueError: At the call, for a prompt, source or sampling option out of range, for ``prefix=True`` without a
-            prompt or with an attention without a prefix mode, and for ``cuda_graph=True`` with a model whose step
-            cannot be captured.
+            prompt or with an attention without a prefix mode, for ``cuda_graph=True`` with a model whose step
+            cannot be captured, and for ``draft`` with a model that the decode engine does not support.
 
     Example:
         >>> import torch, longspan
@@ -157,7 +169,12 @@ def generate(
     check_type("stop", stop, int | None)
     check_type("seed", seed, int | None)
     check_type("cuda_graph", cuda_graph, bool | None)
+    check_type("draft_tokens", draft_tokens, int)
     sampling = Sampling(**options)
+    if draft is not None and (reason := drafting.why_not(model, draft)):
+        raise ValueError(f"draft= cannot be used: {reason}")
+    if draft is not None and draft_tokens < 1:
+        raise ValueError(f"draft_tokens={draft_tokens} must be at least 1")
     if cuda_graph and (reason := static_step.why_not(model)):
         raise ValueError(f"cuda_graph=True cannot capture the decode step: {reason}; pass cuda_graph=None or False")
     if source is not None:
@@ -188,6 +205,8 @@ def generate(
     # Packing the weights takes as long as a few decode steps.
     if isinstance(model, Decoder) and tokens > FEW and not Engine.why_not(model):
         step = Engine(model)
+        if draft is not None:
+            step = drafting.Speculation(step, draft, prompt, draft_tokens, tokens)
     if cuda_graph is None:
         cuda_graph = device.type == "cuda" and tokens > CAPTURE and not static_step.why_not(model)
     waits = cuda_graph or device.type == "cuda"
