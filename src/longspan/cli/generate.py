@@ -85,6 +85,17 @@ def parser() -> Parser:
         metavar="TOKEN",
         help="text of a model with a tokenizer: end at this token, e.g. <|endoftext|>",
     )
+    parser.add_argument(
+        "--draft",
+        type=str,
+        default="",
+        metavar="DRAFT",
+        help="text: guess several tokens and read them in one call, which changes no token: prompt-lookup guesses what "
+        "followed the last tokens earlier in the text, and a model of the same tokens its most likely ones",
+    )
+    parser.add_argument(
+        "--draft_tokens", type=positive_int(64), default=8, help="with --draft: largest number of tokens to guess"
+    )
     parser.add_argument("--source", type=str, default=None, metavar="TEXT", help="pairs: the source of one target")
     parser.add_argument(
         "--sources", type=str, default="", metavar="FILE", help="pairs: a file with one source per line"
@@ -117,6 +128,8 @@ def run(args) -> int:
 
     found = trained.model(args.folder, args.data, ema=args.ema)
     model, name = found.model, found.data
+    if args.draft and (args.beams or trained.kind(name) == trained.PAIRS or trained.shape(model, name).grid):
+        raise ValueError("--draft is for samples of text, without --beams")
     if trained.kind(name) == trained.PAIRS:
         targets.write(model, name, found.length, args)
         return 0
@@ -232,8 +245,13 @@ def _text(model, args, options) -> None:
     if args.beams:
         _searched(model, torch.zeros(1, 0, dtype=torch.long) if prompt is None else prompt, steps, args, coder, stop)
         return
-    ending = {} if stop is None else {"stop": stop}
-    tokens = generate(model, prompt, max_new_tokens=steps, **ending, **options, stream=True)
+    more = {} if stop is None else {"stop": stop}
+    if args.draft:
+        from . import trained
+
+        draft = args.draft if args.draft == "prompt-lookup" else trained.model(args.draft, args.data).model
+        more |= {"draft": draft, "draft_tokens": args.draft_tokens}
+    tokens = generate(model, prompt, max_new_tokens=steps, **more, **options, stream=True)
     _write("".join(map(coder.step, data)))
     done = 0
     try:
