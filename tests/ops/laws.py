@@ -152,7 +152,7 @@ def test_values_and_gradients_equal_the_definition(family, form, row):
         found["output"], expected["output"] = (x["output"].masked_fill(hidden, 0.0) for x in (found, expected))
     errors = {name: error(found[name], right) for name, right in expected.items()}
     beyond = {name for name, worst in errors.items() if not worst <= limit(family, form)}
-    if beyond and form in KERNELS:
+    if beyond and (form == "triton" or (family.package == "linear" and form in KERNELS)):
         # Where a sum cancels almost completely, every form in float32 loses digits.
         plain = family.outcome("torch", single, **options)
         if "mask" in options:
@@ -299,7 +299,7 @@ def test_half_precision_is_summed_in_float32(family, form, row):
         with torch.no_grad():
             o, state = family.run(form, own, **options, donate=donate)
         assert (o.dtype, state.dtype) == (dtype, torch.float32)
-        assert_close([o], right[:1], torch.finfo(dtype).eps)
+        assert_close([o], right[:1], torch.finfo(dtype).eps / (1 if form == "triton" else 2) + limit(family, form))
         assert_close([state], right[1:], 2e-5 if form == "triton" else max(limit(family, form), family.rounded))
     # Of linear attention, tests/ops/test_sequence.py bounds the gradients.
     if only_steps or (family.package == "linear" and form == "native"):
@@ -308,7 +308,11 @@ def test_half_precision_is_summed_in_float32(family, form, row):
     plain = family.outcome("torch", given, **options)
     for name, t in found.items():
         assert t.dtype == plain[name].dtype, name
-        assert error(t, right[name]) <= max(2 * torch.finfo(dtype).eps, 1.5 * error(plain[name], right[name])), name
+        # Rounding alone takes half an epsilon. Triton multiplies in half precision.
+        allowed = torch.finfo(dtype).eps / 2 + limit(family, form)
+        if form == "triton":
+            allowed = max(2 * torch.finfo(dtype).eps, 1.5 * error(plain[name], right[name]))
+        assert error(t, right[name]) <= allowed, name
 
 
 LAYOUTS = {
