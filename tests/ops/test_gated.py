@@ -231,7 +231,11 @@ def cuts(*offsets):
     ("given", "changes", "message"),
     [
         (WHOLE, {"query": torch.zeros(2, 2, 7)}, r"^query .*torch.float32 \(2, 2, 7\)"),
-        (WHOLE, {"value": torch.zeros(2, 3, 7, 3)}, r"value \(2, 3, 7, 3\) do not fit"),
+        (
+            WHOLE,
+            {"value": torch.zeros(2, 3, 7, 3)},
+            r"^beta must be a floating-point tensor \(2, 3, 7\), not torch.float32 \(2, 4, 7\)",
+        ),
         (WHOLE, {"key": torch.zeros(2, 2, 6, 5)}, "do not fit"),
         (WHOLE, {"log_decay": torch.zeros(2, 4, 6)}, r"^log_decay .*\(2, 4, 7\) or \(2, 4, 7, 5\).*\(2, 4, 6\)"),
         (WHOLE, {"log_decay": torch.zeros(2, 2, 7)}, r"not torch.float32 \(2, 2, 7\)"),
