@@ -108,6 +108,15 @@ def _group(item: pytest.Item) -> str:
     return f"{test}[{family.name if 'row' in params else family.package}"
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """Torch has one thread, as all training runs that are compared to the bit must."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def spoil(tensor: Tensor) -> Tensor:
     """Overwrite with what no computation survives unnoticed: NaN, or the far end of an integer's range."""
     # Inside a traced autograd.Function Dynamo knows no layouts; what it traces is strided.

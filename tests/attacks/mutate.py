@@ -96,7 +96,7 @@ def _laws(path: Path, root: Path) -> list[str]:
     if path.parent.name == "attention" and name is not None:
         laws, wanted = root / "tests" / "attention" / "test_attention.py", rf"::test_law\[\w+-{name[1]}(\(.*\))?\]$"
     elif path.parent.parent.name == "ops" and path.parent.name in FAMILIES:
-        laws, wanted = root / "tests" / "ops" / "test_laws.py", rf"\[({FAMILIES[path.parent.name]})-"
+        laws, wanted = root / "tests" / "ops" / "test_op_laws.py", rf"\[({FAMILIES[path.parent.name]})-"
     else:
         return []
     if not laws.is_file():

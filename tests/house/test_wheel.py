@@ -129,7 +129,7 @@ def test_an_installed_wheel_needs_no_compiler(builder, tmp_path):
         "ops/test_linear_native",
         "ops/test_sequence",
         "generation/test_engine",
-        "ops/test_laws",
+        "ops/test_op_laws",
         "ops/test_tiles",
     )
     whole = " ".join(f"tests/{part}.py" for part in kernels)

@@ -1,6 +1,6 @@
 """The causal convolution: the definition by hand, states of several layouts and types, rounding, and refusals.
 
-``test_laws.py`` compares all forms with the definition.
+``test_op_laws.py`` compares all forms with the definition.
 """
 
 import itertools

@@ -1,6 +1,6 @@
 """Decay and the delta rule: the definition in a dense form, chunks and spans of the form in torch, and refusals.
 
-``test_laws.py`` compares all forms with the definition.
+``test_op_laws.py`` compares all forms with the definition.
 """
 
 import itertools

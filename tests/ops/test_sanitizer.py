@@ -18,7 +18,7 @@ BATTERY = tuple(
         "ops/test_sequence",
         "generation/test_engine",
         "generation/test_engine_recurrent",
-        "ops/test_laws",
+        "ops/test_op_laws",
         "ops/test_tiles",
     )
 )

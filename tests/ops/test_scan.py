@@ -1,6 +1,6 @@
 """The diagonal and the selective scan: the definition equals the equations, -inf clears, memory, and refusals.
 
-``test_laws.py`` compares all forms with the definition.
+``test_op_laws.py`` compares all forms with the definition.
 """
 
 import subprocess
