@@ -15,6 +15,7 @@ from . import DOCS
 from .blocks import place
 
 PAGE = DOCS / "reference" / "guarantees.md"
+MADE = re.compile(r"\(seeds? ([\d, ]+)\) on (.+)\.$", re.MULTILINE)
 ROW = re.compile(r"\| `(\w+)` \| ([\d,]+) \| (\d+) \| (\d+) \| (\w+) \|")
 
 
@@ -43,10 +44,11 @@ def table(runs: list[dict[str, Any]], before: str = "") -> str:
         for row, commit in found
     ]
     cases, failures, seconds = (sum(row[key] for row, _ in found) for key in ("cases", "failures", "seconds"))
-    machines = dict.fromkeys(
-        f"{run['processor']}, {run['cores']} cores, {run['system']}, torch {run['torch']}" for run in runs
-    )
-    seeds = ", ".join(dict.fromkeys(str(run["seed"]) for run in runs))
+    machines = [f"{run['processor']}, {run['cores']} cores, {run['system']}, torch {run['torch']}" for run in runs]
+    seeds = [str(run["seed"]) for run in runs]
+    if earlier := MADE.search(before):
+        seeds += earlier[1].split(", ")
+        machines += earlier[2].split("; ")
     return "\n".join(
         (
             "| attack | cases | failures | seconds | at commit |",
@@ -54,7 +56,8 @@ def table(runs: list[dict[str, Any]], before: str = "") -> str:
             *rows,
             f"| all | {cases:,} | {failures} | {seconds} | |",
             "",
-            f"By `python -m attacks` in `tests` (seed {seeds}) on {'; '.join(machines)}.",
+            f"By `python -m attacks` in `tests` (seed {', '.join(dict.fromkeys(seeds))}) on "
+            f"{'; '.join(dict.fromkeys(machines))}.",
         )
     )
 
