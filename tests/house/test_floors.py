@@ -153,7 +153,7 @@ def modules_in_ops(package: Path) -> list[str]:
 
 
 def registering(package: Path) -> dict[str, int]:
-    """Files with a class that derives from ``Attention`` or ``Patterned`` and has a ``name``, which registers it: how many each."""
+    """Files with a class of ``Attention`` or ``Patterned`` that has a ``name``, which registers it: how many each."""
     found: dict[str, int] = {}
     for path in sources(package):
         for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
