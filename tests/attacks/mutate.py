@@ -46,7 +46,9 @@ def find(module: str, root: Path) -> Path:
         for path in (*tried, *(one / "__init__.py" for one in tried)):
             if path.is_file() and path.suffix == ".py" and package in path.parents:
                 return path
-    raise ValueError(f"there is no module {module!r} in {' or '.join(PACKAGES)}, such as ops/linear/causal.py")
+    raise ValueError(
+        f"no module {module!r} in {' or '.join(PACKAGES)}; pass a path in one of them, such as ops/linear/causal.py"
+    )
 
 
 def package_of(path: Path, root: Path) -> Path:

@@ -38,7 +38,7 @@ def tokens(*rows):
 
 
 def in_parts(module, x, cuts):
-    """The outputs of calls on parts of so many tokens, and the last state."""
+    """Call a module on parts of x with ``cuts`` tokens each -> the outputs, joined, and the last state."""
     outs, state = [], module.init_state(len(x))
     for part in x.split(cuts, 1):
         y, state = module(part, state)

@@ -72,7 +72,7 @@ class Reader:
 
     @property
     def idle(self) -> bool:
-        """Whether there is no prompt."""
+        """Whether no prompt waits or is being read."""
         return not (self.waiting or self.reading)
 
     @property

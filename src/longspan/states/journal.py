@@ -115,7 +115,7 @@ class Journal:
             state, donate = _call(self.module, call, state, donate)[1], not torch.is_grad_enabled()
         kept = Mark(mark.state, calls)
         if mark is self.newer:
-            return replace(self, state=state if calls else mark.state, newer=kept)
+            return replace(self, state=state, newer=kept)
         return replace(self, state=state, older=Mark(mark.state), newer=kept)
 
 
@@ -157,7 +157,7 @@ def _without(mark: Mark, counts: Tensor) -> tuple[Inputs, ...]:
 
 
 def _flatten(journal: Journal) -> tuple[list[Any], tuple[int, Any]]:
-    """The tensors alone: an argument that was not given is no leaf."""
+    """Flatten for pytree: tensors only, without the arguments that are None."""
     given = [
         (mark.state, [{name: t for name, t in call._asdict().items() if t is not None} for call in mark.calls])
         for mark in (journal.older, journal.newer)

@@ -13,7 +13,7 @@ from pathlib import Path
 from . import ROOT
 
 LONG = 8  # lines of a signature
-# Where the laboratory is: in a distribution of its own, or in commits before, among the product.
+# Files of the lab; in older commits they are in src/longspan.
 LAB = re.compile(
     r"^(lab|tools|benchmarks)/|^src/longspan/(experiments|bench|cli/bench)/|"
     r"^src/longspan/cli/(reproduce|demo|compare)\.py|^src/longspan/_utils/(plots|plot_labels|palette|tables)\.py|"

@@ -74,7 +74,7 @@ class Model:
 
 
 def _no_kernel(*args, **kwargs) -> None:
-    """Return None: there is no fused kernel from the projection to the output, so callers use separate functions.
+    """Return None, so that callers run the layer's functions one by one. It replaces fused kernels.
 
     The originals return None too, but raise an error for packed rows.
     """

@@ -275,8 +275,8 @@ def recur(
 ) -> tuple[Tensor, Tensor]:
     """``decay_attention`` and ``delta_rule`` without checks, by the fastest form.
 
-    Without ``log_decay`` there is no decay, without ``beta`` no delta rule. Returns o (B,H,N,E) in v's dtype and the
-    state (B,H,D,E).
+    ``log_decay=None`` means no decay and ``beta=None`` no delta rule. Returns o (B,H,N,E) in v's dtype and the state
+    (B,H,D,E).
 
     Raises:
         ValueError: a forced backend cannot serve the call.
