@@ -51,8 +51,7 @@ class Pool:
 
     Raises:
         ValueError: For a model of another kind or in training mode, an attention whose states cannot be joined, such as
-            ``informer``, numbers out of range, and a pool that does not
-            fit into the memory of this machine.
+            ``informer``, numbers out of range, and a pool that does not fit into the memory of this machine.
     """
 
     def __init__(
