@@ -3,6 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 CHECK_PYTHON = @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "longspan needs Python 3.11 or later, not " + sys.version.split()[0] + "; name one: make PYTHON=python3.12")'
 
+# Tests and the demo start many processes, and each would compile all modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-rest test-all slow attack mutate lint docs gpu wheel peers older clean
 
 demo: .venv/demo.stamp
@@ -11,14 +14,14 @@ demo: .venv/demo.stamp
 # The fast tier, for the edit loop. Nothing may follow pytest: its summary is the last line. One process for each
 # processor that the system counts.
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest -n logical --tier fast
+	$(BIN)/python -m pytest -n logical --dist loadgroup --tier fast
 
 # The other cases; continuous integration runs both.
 test-rest: .venv/dev.stamp
-	$(BIN)/python -m pytest -n logical --tier rest
+	$(BIN)/python -m pytest -n logical --dist loadgroup --tier rest
 
 test-all: .venv/dev.stamp
-	$(BIN)/python -m pytest -n logical
+	$(BIN)/python -m pytest -n logical --dist loadgroup
 
 slow: .venv/dev.stamp
 	$(BIN)/python -m pytest -m "slow or demo or inductor"

@@ -50,6 +50,8 @@ AREAS = {
     "docs": ("house",),
 }
 AREA = {folder: area for area, folders in AREAS.items() for folder in folders}
+# Fixtures that take long to set up: in each file the tests that use them run in one process, which sets them up once.
+ONCE = {"clocks", "site", "measured", "results", "result", "sharded", "whole", "shared", "sync"}
 FEW = 2  # cases of each parametrized test in the fast tier
 
 
@@ -67,6 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     root = Path(__file__).parent
     for item in items:
         item.add_marker(AREA[item.path.relative_to(root).parts[0]])
+        if isinstance(item, pytest.Function) and ONCE & set(item.fixturenames):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     if (tier := config.getoption("--tier")) != "all":
         fast = _fast(items)
         kept = [item for item in items if (item in fast) == (tier == "fast")]

@@ -126,6 +126,7 @@ UNUSED = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernel", UNUSED)
 def test_kernels_with_clocks(kernel, clocks):
     family = profile.KERNELS[kernel].family
@@ -170,6 +171,7 @@ def test_a_wrong_step_is_refused(monkeypatch, kernels):
         profile._check_step("decay", 1, profile.Options(heads=2, size=8))
 
 
+@pytest.mark.full
 def test_in_whole(capsys, clocks):
     out, result = ran(capsys, "linear", "channel decay")
     sequences = {(r["kernel"], r["mode"], r["length"]): r for r in result["rows"] if r["what"] == "sequence"}
@@ -196,6 +198,7 @@ def test_in_whole(capsys, clocks):
     assert "kernel to bound" in out
 
 
+@pytest.mark.full
 def test_scans_and_the_convolution_are_compared_with_a_copy(capsys, clocks):
     kernels = ("diagonal scan", "selective scan", "convolution")
     out, result = ran(capsys, *kernels)

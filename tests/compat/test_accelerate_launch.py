@@ -60,8 +60,8 @@ def test_data_parallel_equals_one_process(tmp_path):
     ("job", "kind", "efficient"),
     [
         ("sharded", "SHARDED_STATE_DICT", "true"),
-        ("sharded", "FULL_STATE_DICT", "false"),
-        ("tied", "FULL_STATE_DICT", "true"),
+        pytest.param("sharded", "FULL_STATE_DICT", "false", marks=pytest.mark.slow),
+        pytest.param("tied", "FULL_STATE_DICT", "true", marks=pytest.mark.slow),
         ("tied", "SHARDED_STATE_DICT", "false"),
     ],
 )
@@ -80,7 +80,9 @@ def test_buffers_are_not_sharded(tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("job", ["trainer", "sharded_trainer_plain", "sharded_trainer_smoothed"])
+@pytest.mark.parametrize(
+    "job", ["trainer", pytest.param("sharded_trainer_plain", marks=pytest.mark.slow), "sharded_trainer_smoothed"]
+)
 def test_trainer_on_two_processes_equals_one(job, tmp_path):
     """Losses, weights, a checkpoint from which it resumes, and the saved model."""
     sharded = job != "trainer"

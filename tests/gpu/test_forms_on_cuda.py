@@ -13,7 +13,7 @@ from longspan.ops import gated, linear
 from longspan.ops.gated import Recurrence, chunks, decay_per_channel, pairs
 from longspan.ops.linear.composed import composed
 from longspan.ops.linear.operands import LinearOperands
-from support.pairs import all_pairs
+from longspan.testing.pairs import all_pairs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 causal = linear.causally

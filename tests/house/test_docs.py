@@ -62,6 +62,7 @@ def test_every_mechanism_has_a_row_and_a_section(site):
         assert f'id="{name.replace("_", "-")}"' in html
 
 
+@pytest.mark.full
 def test_no_formula_of_the_pages_is_left_as_it_is_typed(site):
     """A dollar sign outside of code is a formula that was not typeset."""
     for page in site.rglob("*.html"):
@@ -72,6 +73,7 @@ def test_no_formula_of_the_pages_is_left_as_it_is_typed(site):
         assert "$" not in re.sub(r"<[^>]*>", "", text), page.name
 
 
+@pytest.mark.full
 def test_formulas_are_set_by_the_browser_alone(site):
     """Formulas are MathML and pages load nothing from elsewhere, so that they work without a network."""
     elsewhere = re.compile(r'<(?:script|link|img)[^>]+(?:src|href)="(?:https?:)?//[^"]*')
@@ -84,6 +86,7 @@ def test_formulas_are_set_by_the_browser_alone(site):
     assert re.search(r'<mi>cos</mi>\s*<mo lspace="0" rspace="0.1667em">&ApplyFunction;</mo>\s*<m(i|sub)>', html)
 
 
+@pytest.mark.full
 def test_each_page_shows_the_version_of_a_chart_for_its_color_and_width(site):
     html = (site / "index.html").read_text(encoding="utf-8")
     shown = {Path(src).stem: set(names.split()) for src, names in _images(html)}
@@ -103,6 +106,7 @@ def _images(html):
         yield source[1], names[1] if names else ""
 
 
+@pytest.mark.full
 def test_every_file_is_on_the_page_of_files(site):
     page = (site / "reference" / "files.html").read_text(encoding="utf-8")
     for path in (path for package in tree.PACKAGES for path in package.rglob("*")):
@@ -129,6 +133,7 @@ def test_a_file_without_a_first_sentence_is_refused(tmp_path):
         tree.phrase(tmp_path / "a.py")
 
 
+@pytest.mark.full
 def test_every_public_name_is_on_an_api_page(site):
     pages = "".join(page.read_text(encoding="utf-8") for page in (site / "reference" / "api").glob("*.html"))
     names = [name for name in longspan.__all__ if not inspect.ismodule(getattr(longspan, name))]
@@ -142,6 +147,7 @@ def test_every_public_name_is_on_an_api_page(site):
     assert [name for name in names if name not in documented] == []
 
 
+@pytest.mark.full
 def test_every_page_is_in_the_site(site):
     for page in DOCS.rglob("*.md"):
         assert (site / page.relative_to(DOCS).with_suffix(".html")).exists()

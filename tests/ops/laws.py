@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 from longspan import ops
+from longspan.testing.pairs import all_pairs
 from ops.families import (
     DEVICE,
     FAMILIES,
@@ -30,7 +31,6 @@ from ops.families import (
     packing,
     upstream,
 )
-from support.pairs import all_pairs
 
 KERNELS = ("native", "triton")
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from longspan import backend, causal_convolution
 from longspan.ops.convolution import native as kernels
 from longspan.ops.native.call import available
+from longspan.testing.pairs import all_pairs
 from ops.families import FAMILIES, assert_close, cast, packing
-from support.pairs import all_pairs
 
 FAMILY = FAMILIES["convolution"]
 WAYS = ("torch", *(("native",) if available() else ()))

@@ -16,8 +16,8 @@ from longspan.ops.gated import native as kernels
 from longspan.ops.gated.operands import Recurrence
 from longspan.ops.native.call import available
 from longspan.ops.segments import cut
+from longspan.testing.pairs import all_pairs
 from ops.families import FAMILIES, assert_close, packing, upstream
-from support.pairs import all_pairs
 
 needs_kernels = pytest.mark.skipif(not available("gated"), reason="no native kernels here")
 DECAYS = ("none", "head", "channel")

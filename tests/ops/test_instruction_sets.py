@@ -45,6 +45,7 @@ def test_a_lower_one():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", SETS)
+# All other tests run under the first one.
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == SETS[0])) for name in SETS])
 def test_all_families(name):
     check(name, *build.FAMILIES)

@@ -13,7 +13,7 @@ from longspan.ops.linear.features import MAPS
 from longspan.ops.linear.native import step as linear_step
 from longspan.ops.native import build
 from longspan.ops.native.call import available
-from support.pairs import all_pairs
+from longspan.testing.pairs import all_pairs
 
 try:
     build.load("linear/forward")

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from longspan import diagonal_scan, selective_scan
 from longspan.ops.native.call import available
+from longspan.testing.pairs import all_pairs
 from ops.families import FAMILIES, SEQUENCES, assert_close, packing
-from support.pairs import all_pairs
 
 needs_kernels = pytest.mark.skipif(not available("scan"), reason="no native kernels here")
 FORMS = ["reference", "torch", pytest.param("native", marks=needs_kernels)]

@@ -61,7 +61,7 @@ def same(found, expected):
         assert a == pytest.approx(b, rel=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["mamba2", "qwen3_5"])
+@pytest.mark.parametrize("kind", [pytest.param("mamba2", marks=pytest.mark.slow), "qwen3_5"])
 def test_a_model_of_transformers_has_equal_figures_in_three_ways(kind, tokenizer, tmp_path):
     hybrids.served(kind)
     if hybrids.version() < (5, 24):

@@ -75,7 +75,7 @@ def test_two_processes_equal_one(whole, shared):
 @pytest.mark.parametrize(
     ("attention", "fields"),
     [
-        (ATTENTION, {"strategy": "ddp", "batch": 1, "accumulate": 2}),
+        pytest.param(ATTENTION, {"strategy": "ddp", "batch": 1, "accumulate": 2}, marks=pytest.mark.slow),
         ("infini(segment=5); softmax", {"strategy": "fsdp", "batch": 2}),
     ],
 )
@@ -87,7 +87,7 @@ def test_of_data_and_sequence(attention, fields, whole, tmp_path):
 
 # 64 tokens in three parts; and other examples for each process. The number of micro-batches follows.
 @pytest.mark.full
-@pytest.mark.parametrize(("devices", "parts", "accumulate"), [(3, 3, 2), (2, 1, 1)])
+@pytest.mark.parametrize(("devices", "parts", "accumulate"), [pytest.param(3, 3, 2, marks=pytest.mark.slow), (2, 1, 1)])
 def test_resumed_with_other_processes_and_parts(devices, parts, accumulate, whole, shared, tmp_path):
     at = shutil.copytree(shared / "run", tmp_path / "run") / "checkpoints"
     for name in ("best", "last"):
@@ -102,7 +102,7 @@ def test_resumed_with_other_processes_and_parts(devices, parts, accumulate, whol
 
 # Documents of a folder, several in a window; one of them crosses the middle.
 @pytest.mark.full
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_documents_are_kept_apart(strategy, tmp_path):
     texts = tmp_path / "texts"
     texts.mkdir()

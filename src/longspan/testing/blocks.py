@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..ops.backends import backend
 from .gauge import BATCH, SEVERAL, Gauge, Subject, derivatives, off_kinks
+from .pairs import all_pairs
 from .recurrent import run
 
 LENGTHS = (SEVERAL, 300)  # 300 tokens exceed the default windows
@@ -15,13 +16,12 @@ SINGLE = 61, 67  # tokens of the first packed sequences; the last sequence has t
 
 def blocks(subject: Subject, gauge: Gauge) -> None:
     """At 139 and 300 tokens, whole, cut, packed and padded rows have the outputs and gradients of separate runs."""
-    for n in LENGTHS:
-        for causal in (True, False):
-            if subject.why_not(("causal" if causal else "bidirectional",)):
-                continue
-            module, x = off_kinks(subject.make(causal=causal)), subject.data(n=n).requires_grad_()
-            for form, (arguments, pieces) in _forms(subject, n).items():
-                _equal(module, x, arguments, pieces, f"{n} tokens, {form}", gauge)
+    served = [causal for causal in (True, False) if not subject.why_not(("causal" if causal else "bidirectional",))]
+    forms = {n: _forms(subject, n) for n in LENGTHS}
+    for row in all_pairs(n=LENGTHS, causal=served, form=tuple(forms[LENGTHS[0]])):
+        n, (arguments, pieces) = row["n"], forms[row["n"]][row["form"]]
+        module, x = off_kinks(subject.make(causal=row["causal"])), subject.data(n=n).requires_grad_()
+        _equal(module, x, arguments, pieces, f"{n} tokens, {row['form']}", gauge)
 
 
 def _forms(subject: Subject, n: int) -> dict[str, tuple[dict[str, Tensor], list[list[Tensor]]]]:

@@ -8,6 +8,7 @@ from torch.utils import _pytree as pytree
 
 from ..ops.backends import backend
 from .gauge import BATCH, EXACT, TOKENS, Gauge, Subject, derivatives
+from .pairs import all_pairs
 
 LARGEST = torch.finfo(torch.float64).max
 # Contents of masked tokens.
@@ -20,23 +21,21 @@ SINGLE = 1e-4
 def content(subject: Subject, gauge: Gauge) -> None:
     """Contents of masked tokens and packed neighbors, even NaN and infinity, reach no output, state or gradient."""
     segments = torch.tensor([[0] * 7 + [1] * 11 + [2] * 11, [0] * TOKENS], device=subject.device)
-    forms: dict[str, dict[str, Any]] = {"a mask": {}}
-    forms |= {} if subject.why_not(("segments",)) else {"segments": {"segments": segments}}
-    if not subject.why_not(("causal", "prefix")):
-        forms["a prefix"] = {"prefix": torch.tensor([5, 11], device=subject.device)}
-    for plain in (False, True):
-        for causal in (True, False):
-            if subject.why_not(("causal" if causal else "bidirectional",)):
-                continue
-            module = _module(subject, causal, plain)
-            for place, mask in _masks(subject).items():
-                for form, arguments in forms.items():
-                    if form == "a prefix" and not causal:
-                        continue
-                    what = f"padding {place}, with {form}"
-                    _moves_nothing(module, subject.data(), mask, {"mask": mask, **arguments}, what, gauge)
+    masks = _masks(subject)
+    for causal in (True, False):
+        if subject.why_not(("causal" if causal else "bidirectional",)):
+            continue
+        forms: dict[str, dict[str, Any]] = {"a mask": {}}
+        forms |= {} if subject.why_not(("segments",)) else {"segments": {"segments": segments}}
+        if causal and not subject.why_not(("prefix",)):
+            forms["a prefix"] = {"prefix": torch.tensor([5, 11], device=subject.device)}
+        modules = {plain: _module(subject, causal, plain) for plain in (False, True)}
+        for row in all_pairs(plain=(False, True), place=tuple(masks), form=tuple(forms)):
+            mask, what = masks[row["place"]], f"padding {row['place']}, with {row['form']}"
+            arguments = {"mask": mask, **forms[row["form"]]}
+            _moves_nothing(modules[row["plain"]], subject.data(), mask, arguments, what, gauge)
     if not subject.why_not(("context",)) and not (module := _module(subject, subject.causal, True)).positional:
-        for place, mask in _masks(subject).items():
+        for place, mask in masks.items():
             _moves_nothing_across(module, subject.data(), subject.data(2), mask, f"a context padded {place}", gauge)
     if not subject.why_not(("segments",)):
         for causal in (True, False):
