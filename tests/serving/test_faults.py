@@ -702,6 +702,7 @@ def _loop_of(running):
         (b'{"n": 2, "best_of": 1}', 400, "best_of=1 is not supported with n=2"),
         (b'{"best_of": true}', 400, "best_of=True"),
         (b'{"stream_options": {"include_obfuscation": true}}', 400, "include_obfuscation=True"),
+        (b'{"stream_options": {"include_obfuscation": 0.0}}', 400, "include_obfuscation=0.0"),
         (b"", 400, "not valid JSON"),
         (b" " * 5, 400, "not valid JSON"),
     ],

@@ -329,8 +329,9 @@ def _check_neutral(given: dict[str, Any], known: dict[str, dict[str, Any]]) -> N
     """Raise RequestError for a value that would have an effect, of a field that has none here."""
     for name, schema in known.items():
         value = given.get(name)
+        # In JSON, unlike in Python, 0 is not false.
         if "enum" in schema and not any(
-            value is one or (value == one and type(value) is not bool) for one in schema["enum"]
+            value == one and isinstance(value, bool) == isinstance(one, bool) for one in schema["enum"]
         ):
             raise RequestError(f"{name}={_short(value)} is not supported; leave it out", name)
 
