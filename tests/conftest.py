@@ -71,8 +71,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(AREA[item.path.relative_to(root).parts[0]])
         if isinstance(item, pytest.Function) and ONCE & set(item.fixturenames):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    fast = _fast(items)
+    for item in items:
+        if item.get_closest_marker("interpreted") and item not in fast and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.slow)
     if (tier := config.getoption("--tier")) != "all":
-        fast = _fast(items)
         kept = [item for item in items if (item in fast) == (tier == "fast")]
         config.hook.pytest_deselected(items=[item for item in items if (item in fast) != (tier == "fast")])
         items[:] = kept
