@@ -71,8 +71,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         item.add_marker(AREA[item.path.relative_to(root).parts[0]])
         if isinstance(item, pytest.Function) and ONCE & set(item.fixturenames):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    fast = _few(items, by=_test)
+    if not torch.cuda.is_available():
+        interpreted = [item for item in items if item.get_closest_marker("interpreted")]
+        for item in set(interpreted) - _few(interpreted, by=_group):
+            item.add_marker(pytest.mark.slow)
     if (tier := config.getoption("--tier")) != "all":
-        fast = _fast(items)
         kept = [item for item in items if (item in fast) == (tier == "fast")]
         config.hook.pytest_deselected(items=[item for item in items if (item in fast) != (tier == "fast")])
         items[:] = kept
@@ -88,12 +92,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
 
-def _fast(items: list[pytest.Item]) -> set[pytest.Item]:
-    """The fast tier: of each test that is not marked ``full``, up to ``FEW`` cases, evenly spread over all of them."""
+def _few(items: list[pytest.Item], by: Callable[[pytest.Item], str]) -> set[pytest.Item]:
+    """Of each group of cases that are not marked ``full``, up to ``FEW``, evenly spread over all of them."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not item.get_closest_marker("full"):
-            cases.setdefault(_group(item), []).append(item)
+            cases.setdefault(by(item), []).append(item)
     chosen = set()
     for found in cases.values():
         few = min(len(found), FEW) if not found[0].get_closest_marker("whole") else len(found)
@@ -101,13 +105,18 @@ def _fast(items: list[pytest.Item]) -> set[pytest.Item]:
     return chosen
 
 
+def _test(item: pytest.Item) -> str:
+    """Of which cases the fast tier takes a few: as ``_group``, but of a law on a GPU those of all operations."""
+    return item.nodeid.partition("[")[0] if item.path.parent.name == "gpu" else _group(item)
+
+
 def _group(item: pytest.Item) -> str:
-    """Of which cases the fast tier takes a few: those of one test, or of a law those of one kind of operation."""
+    """The cases of one test, or of a law those of one kind of operation."""
     test, _, _ = item.nodeid.partition("[")
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     family = params.get("family")
     # Only those of tests/ops/families.py are objects.
-    if not hasattr(family, "package") or item.path.parent.name == "gpu":
+    if not hasattr(family, "package"):
         return test
     return f"{test}[{family.name if 'row' in params else family.package}"
 

@@ -1,14 +1,12 @@
 """The Triton kernels of the causal convolution equal the definition, in values, states and gradients."""
 
-import itertools
-import warnings
-
 import pytest
 import torch
 from ahead import LIMITS, compiled_all, request
 
 from longspan import backend, causal_convolution
 from longspan.ops import watch
+from longspan.testing.pairs import all_pairs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ROUNDED = 5e-7
@@ -66,32 +64,6 @@ KINDS = ("plain", "segments", "cu_seqlens")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    "sizes",
-    [
-        (1, 1, 1, 0, None),
-        (3, 5, 2, 1, "silu"),
-        (67, 37, 4, 3, "silu"),
-        (29, 70, 3, 2, None),
-        (29, 40, 2, 5, "silu"),
-        (18, 37, 7, 9, "silu"),
-        (16, 4, 8, 7, None),
-    ],
-)
-def test_values_and_gradients_are_those_of_the_definition(kind, sizes):
-    """Sizes below and above a block; states with more rows than the taps read."""
-    n, channels, taps, rows, activation = sizes
-    batch = 1 if kind == "cu_seqlens" else 2
-    packed = packing(kind, n, batch)
-    states = len(packed["cu_seqlens"]) - 1 if kind == "cu_seqlens" else None
-    for bias in (True, False):
-        given = arguments(n, channels, taps, rows=rows, batch=batch, states=states, bias=bias)
-        expected = outcome(to(given, torch.float64), "reference", activation=activation, **packed)
-        found = outcome(given, "triton", activation=activation, **packed)
-        assert max(errors(found, expected)) <= ROUNDED
-
-
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("n", [64, 200])
 def test_blocks_within_one_sequence_take_no_borders(kind, n):
     """Long sequences, whose inner blocks take the shorter form; borders exactly between blocks."""
@@ -139,18 +111,6 @@ def test_layouts_are_read_where_they_are(layout):
         assert found[0].stride() == moved["x"].stride()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_rounded_once(dtype):
-    """Errors are within 1.5 times those of the torch form; the state holds the inputs as they came."""
-    given = arguments(67, 37, dtype=dtype)
-    exact = outcome(to(given, torch.float64), "reference", activation="silu")
-    found, torch_form = (outcome(given, name, activation="silu") for name in ("triton", "torch"))
-    assert [t.dtype for t in found] == [t.dtype for t in torch_form] == [dtype] * 6
-    assert found[1].double().equal(exact[1])
-    for ours, theirs in zip(errors(found, exact), errors(torch_form, exact), strict=True):
-        assert ours <= 1.5 * theirs
-
-
 def test_each_operand_keeps_its_dtype():
     given = arguments(29, 37)
     given |= {"x": given["x"].bfloat16(), "weight": given["weight"].half()}
@@ -162,43 +122,18 @@ def test_each_operand_keeps_its_dtype():
         assert error <= (ROUNDED if t.dtype is wide else torch.finfo(t.dtype).eps)
 
 
-def test_two_runs_give_the_same_bits():
-    given = arguments(130, 5)
-    first, second = (outcome(given, "triton", activation="silu") for _ in range(2))
-    assert all(a.equal(b) for a, b in zip(first, second, strict=True))
+STEPS = all_pairs(
+    dtypes=((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float16,) * 2),
+    sizes=((5, 3), (300, 3), (37, 6)),
+    tokens_last=(False, True),
+    donate=(False, True),
+    activation=("silu", None),
+)
 
 
-def test_masked_tokens_are_skipped():
-    given = arguments(29, 5, batch=2)
-    mask = torch.rand(2, 29, generator=torch.Generator().manual_seed(1)).to(DEVICE) < 0.6
-    expected = outcome(to(given, torch.float64), "reference", activation="silu", mask=mask)
-    assert max(errors(outcome(given, "triton", activation="silu", mask=mask), expected)) <= ROUNDED
-
-
-def test_any_cut_gives_one_answer():
-    given = arguments(29, rows=4)
-    with backend("triton"):
-        y, last = causal_convolution(**given, activation="silu")
-        parts, state = [], given["state"]
-        for part in (slice(0, 1), slice(1, 3), slice(3, 20), slice(20, 21), slice(21, 29)):
-            o, state = causal_convolution(**given | {"x": given["x"][:, part], "state": state}, activation="silu")
-            parts.append(o)
-    torch.testing.assert_close(torch.cat(parts, 1), y, atol=1e-6, rtol=1e-6)
-    assert state.equal(last)
-
-
-STEPS = [
-    (kept, channels, rows)
-    for kept in ((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float16,) * 2)
-    for channels, rows in ((5, 3), (300, 3), (37, 6))
-]
-
-
-@pytest.mark.parametrize(("dtypes", "channels", "rows"), STEPS)
-def test_a_step_is_the_definition(dtypes, channels, rows):
-    """In place too, for states of any strides."""
-    dtype, kept = dtypes
-    for tokens_last, donate, activation in itertools.product((False, True), (False, True), ("silu", None)):
+def test_a_step_takes_states_of_any_strides_and_dtype():
+    for row in STEPS:
+        (dtype, kept), (channels, rows), tokens_last, donate, activation = row.values()
         given = arguments(1, channels, rows=rows, batch=3, dtype=dtype, bias=not tokens_last)
         given["state"] = given["state"].to(kept)
         if tokens_last:
@@ -226,65 +161,12 @@ def test_a_step_without_a_state_to_keep():
     assert state.shape == (2, 0, 5)
 
 
-def test_a_donated_state_that_autograd_saved_raises_in_the_backward_pass():
-    given = arguments(1, 5)
-    factor = given["state"].clone().requires_grad_()
-    product = (factor * given["state"]).sum()
-    with torch.no_grad(), backend("triton"):
-        causal_convolution(**given, donate=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        product.backward()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_gradients_that_can_be_differentiated_are_the_gradients(kind):
-    batch = 1 if kind == "cu_seqlens" else 2
-    packed = packing(kind, 9, batch)
-    given = arguments(9, 3, batch=batch, states=7 if kind == "cu_seqlens" else None)
-    leaves = [t.requires_grad_() for t in given.values()]
-    with backend("triton"):
-        y, state = causal_convolution(*leaves, activation="silu", **packed)
-    loss = y.sin().sum() + state.square().sum()
-    plain = torch.autograd.grad(loss, leaves, retain_graph=True)
-    again = torch.autograd.grad(loss, leaves, create_graph=True)
-    assert max(errors(again, plain)) <= 2 * ROUNDED
-    curvature = torch.autograd.grad(sum(t.sin().sum() for t in again), leaves)
-    with backend("torch"):
-        exact = [t.detach().double().requires_grad_() for t in leaves]
-        y, state = causal_convolution(*exact, activation="silu", **packed)
-    first = torch.autograd.grad(y.sin().sum() + state.square().sum(), exact, create_graph=True)
-    assert max(errors(curvature, torch.autograd.grad(sum(t.sin().sum() for t in first), exact))) <= 1e-5
-
-
 def test_the_backward_pass_keeps_the_inputs_alone():
     given, kept = arguments(67), []
     leaves = [t.requires_grad_() for t in given.values()]
     with backend("triton"), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         causal_convolution(*leaves, activation="silu")
     assert {t.data_ptr() for t in kept} <= {t.data_ptr() for t in leaves}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_in_one_graph(kind):
-    batch = 1 if kind == "cu_seqlens" else 2
-    packed = packing(kind, 37, batch)
-    given = arguments(37, batch=batch, states=7 if kind == "cu_seqlens" else None)
-
-    def call(*tensors):
-        return causal_convolution(*tensors, activation="silu", **packed)
-
-    def run(function):
-        leaves = [t.detach().requires_grad_() for t in given.values()]
-        with backend("triton"):
-            y, state = function(*leaves)
-        return [y, state, *torch.autograd.grad(y.square().sum() + state.sum(), leaves)]
-
-    torch._dynamo.reset()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*should not be instantiated", category=DeprecationWarning)
-        found = run(torch.compile(call, fullgraph=True, backend="aot_eager"))
-    for a, b in zip(found, run(call), strict=True):
-        assert a.equal(b)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -85,13 +85,6 @@ def test_sizes(n, sizes, repeats, normalize):
     assert_exact(given, normalize=normalize, scale=0.7)
 
 
-def test_minus_infinity_clears_the_state():
-    given = arguments(130, 0.1, batch=1)
-    given["log_decay"][:, :, ::29] = -torch.inf
-    given["log_decay"][0, 0, 64:67] = -torch.inf
-    assert_exact(given)
-
-
 def test_strides_are_read_in_place():
     given = arguments(70)
     views = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in given.items() if name != "state"}
@@ -107,77 +100,6 @@ def test_strides_are_read_in_place():
         q = given["q"].clone().requires_grad_()
         (grad,) = torch.autograd.grad(recur(**given | {"q": q})[0].sum(), q)
     assert grad.isfinite().all()
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_masked_tokens_are_not_read(packed):
-    """Nor is the gradient of their outputs: the same bits with NaN there."""
-    given = arguments(70, 0.2)
-    generator = torch.Generator().manual_seed(1)
-    mask = (torch.rand(2, 70, generator=generator) < 0.6).to(DEVICE)
-    segments = (torch.rand(2, 70, generator=generator) < 0.05).cumsum(1).to(DEVICE) if packed else None
-    options = {"mask": mask, "segments": segments, "normalize": "l2" if packed else None}
-    plain = assert_exact(given, **options)
-    hidden = ~mask[:, None]
-    for name in ("q", "k", "v", "log_decay"):
-        given[name] = given[name].masked_fill(hidden[..., None] if given[name].dim() == 4 else hidden, torch.nan)
-    found = outcome("triton", given, **options)
-    assert all(torch.equal(plain[name], found[name]) for name in plain)
-
-
-def test_gradients_of_masked_outputs_are_not_read():
-    given = arguments(70)
-    mask = (torch.arange(70) % 3 > 0).to(DEVICE).expand(2, -1)
-    leaves = {name: t.requires_grad_() for name, t in given.items()}
-    with longspan.backend("triton"):
-        o, _ = recur(**leaves, mask=mask)
-    up = torch.randn_like(o)
-    found = [
-        torch.autograd.grad(o, list(leaves.values()), up.masked_fill(~mask[:, None, :, None], value), retain_graph=True)
-        for value in (0.0, torch.nan)
-    ]
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
-def test_packed_segments():
-    segments = torch.tensor([0] * 63 + [1] * 1 + [2] * 66 + [5] * 3 + [4] * 7).to(DEVICE).expand(2, -1).clone()
-    segments[1] = 7
-    assert_exact(arguments(140, 0.2), segments=segments)
-
-
-@pytest.mark.parametrize("normalize", [None, "l2"])
-def test_packed_sequences_have_their_own_states(normalize):
-    """Empty ones too, and one longer than a span."""
-    offsets = torch.tensor([0, 0, 5, 5, 85, 90, 90], dtype=torch.int32, device=DEVICE)
-    given = arguments(90, 0.2, batch=1, repeats=2, states=6)
-    assert_exact(given, cu_seqlens=offsets, normalize=normalize)
-
-
-@pytest.mark.parametrize("cut", [1, 64, 100])
-def test_two_parts_continue(cut):
-    given, found = arguments(110, batch=1), []
-    with longspan.backend("triton"):
-        whole, end = recur(**given)
-        state = given["state"]
-        for part in (slice(0, cut), slice(cut, None)):
-            tokens = {name: t[:, :, part] for name, t in given.items() if name != "state"}
-            o, state = recur(**tokens, state=state)
-            found.append(o)
-    assert error(torch.cat(found, 2), whole.double()) < LIMIT
-    assert error(state, end.double()) < LIMIT
-
-
-def test_sequence_is_its_steps():
-    given, found = arguments(20, 0.5, repeats=2), []
-    with longspan.backend("triton"):
-        whole, end = recur(**given)
-        state = given["state"]
-        for t in range(20):
-            token = {name: x[:, :, t : t + 1] for name, x in given.items() if name != "state"}
-            o, state = recur(**token, state=state)
-            found.append(o)
-    assert error(torch.cat(found, 2), whole.double()) < LIMIT
-    assert error(state, end.double()) < LIMIT
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -203,43 +125,6 @@ def test_log_decays_of_any_dtype(dtype):
     expected = outcome("reference", given, wide=True)
     rounding = {"log_decay": 4e-3} if dtype == torch.bfloat16 else {}
     assert all(error(found[name], expected[name]) < rounding.get(name, LIMIT) for name in expected)
-
-
-def test_two_runs_give_the_same_bits():
-    given = arguments(70, repeats=2)
-    first, second = outcome("triton", given), outcome("triton", given)
-    assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_second_derivatives(packed):
-    options = {"cu_seqlens": torch.tensor([0, 3, 9], device=DEVICE)} if packed else {}
-    given = arguments(9, 0.3, batch=1, groups=1, repeats=2, sizes=(3, 2), states=2 if packed else 1)
-    found = []
-    for backend, wide in (("triton", False), ("reference", True)):
-        leaves = {name: (t.double() if wide else t).detach().requires_grad_() for name, t in given.items()}
-        with longspan.backend(backend):
-            o, end = recur(**leaves, normalize="l2", **options)
-            first = torch.autograd.grad(o.square().sum() + end.sum(), list(leaves.values()), create_graph=True)
-            found.append(torch.autograd.grad(sum(t.square().sum() for t in first), list(leaves.values())))
-    assert all(error(a, b) < 2e-6 for a, b in zip(*found, strict=True))
-
-
-@pytest.mark.full
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_compiled():
-    given = arguments(20, batch=1, repeats=2)
-
-    def loss(**given):
-        o, end = recur(**given)
-        return o.square().sum() + end.sum()
-
-    found = []
-    for function in (loss, torch.compile(loss, fullgraph=True, backend="aot_eager")):
-        leaves = {name: t.detach().requires_grad_() for name, t in given.items()}
-        with longspan.backend("triton"):
-            found.append(torch.autograd.grad(function(**leaves), list(leaves.values())))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -85,26 +85,6 @@ def in_torch(r, chunk=64):
     return prepared(partial(chunks.chunked, chunk=chunk), r)
 
 
-def masked(n):
-    return (torch.rand(2, n, generator=torch.Generator().manual_seed(n)) < 0.7).to(DEVICE)
-
-
-def packed(n):
-    return (torch.randint(0, 2, (2, n), generator=torch.Generator().manual_seed(n)).cumsum(1) // 7).to(DEVICE)
-
-
-@pytest.mark.parametrize("repeats", [1, 2])
-@pytest.mark.parametrize("around", ["plain", "mask", "segments", "both"])
-@pytest.mark.parametrize(("decay", "delta"), SERVED)
-def test_values_and_gradients_are_those_of_the_loop(decay, delta, around, repeats):
-    options = {}
-    if around in ("mask", "both"):
-        options["mask"] = masked(43)
-    if around in ("segments", "both"):
-        options["segments"] = packed(43)
-    assert_exact(operands(43, decay, delta, repeats=repeats), chunk=16, **options)
-
-
 @pytest.mark.parametrize("sizes", [(1, 1), (16, 16), (17, 33), (64, 64), (65, 20), (128, 128)])
 @pytest.mark.parametrize(("decay", "delta"), [("channel", True), ("none", True), ("channel", False)])
 def test_sizes(sizes, decay, delta):
@@ -123,88 +103,6 @@ def test_states_pass_from_span_to_span(decay, delta, monkeypatch):
     given = operands(150 if DEVICE == "cpu" else 2000, decay, delta, strength=0.1)
     assert len(chunks.Chunked(**given, mask=None, segments=None, scale=1.0, chunk=16).places) > 2
     assert_exact(given, chunk=16)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("decay", "delta"), SERVED)
-def test_half_precision_is_as_exact_as_the_torch_form(decay, delta, dtype):
-    given = operands(43, decay, delta, dtype=dtype, sizes=(16, 16))
-    expected = exact(given)
-    found, plain = served(given, chunk=16), outcome(in_torch, given)
-    assert found[0].dtype == dtype
-    assert found[1].dtype == torch.float32
-    for error, usual in zip(errors(found, expected), errors(plain, expected), strict=True):
-        assert error <= max(1.5 * usual, LIMIT)
-
-
-@pytest.mark.parametrize(("decay", "delta"), [("head", True), ("channel", True), ("channel", False)])
-def test_strong_decays_clear_the_state(decay, delta):
-    given = operands(43, decay, delta)
-    strength = torch.tensor([0.0, 1.0, 1.0, 50.0, 1e4, torch.inf], device=DEVICE)
-    choice = torch.randint(6, given["log_decay"].shape, generator=torch.Generator().manual_seed(1)).to(DEVICE)
-    picked = strength[choice]
-    given["log_decay"] = torch.where(picked.isinf(), -picked, given["log_decay"] * picked)
-    found = served(given, chunk=16)
-    assert all(t.isfinite().all() for t in found)
-    assert max(errors(found, exact(given))) <= 3e-6  # as for the torch form
-
-
-def test_masked_numbers_are_not_read():
-    mask, given = masked(43), operands(43, "head", True, repeats=2)
-    expected = served(given, chunk=16, mask=mask)
-    hidden = ~mask[:, None, :, None]
-    for name, t in given.items():
-        if name != "state":
-            given[name] = t.masked_fill(hidden if t.dim() == 4 else hidden[..., 0], float("nan"))
-    assert all(torch.equal(a, b) for a, b in zip(served(given, chunk=16, mask=mask), expected, strict=True))
-
-
-@pytest.mark.parametrize(("decay", "delta"), SERVED)
-def test_the_same_bits_again(decay, delta):
-    n, chunk = (43, 16) if DEVICE == "cpu" else (1000, 64)
-    given, options = operands(n, decay, delta, repeats=2), {"mask": masked(n), "segments": packed(n)}
-    again = zip(served(given, chunk, **options), served(given, chunk, **options), strict=True)
-    assert all(torch.equal(a, b) for a, b in again)
-
-
-def test_packed_sequences_with_separate_states():
-    given = operands(43, "channel", True, rows=1)
-    offsets = torch.tensor([0, 10, 10, 31, 43], device=DEVICE)
-    given["state"] = given["state"].repeat(4, 1, 1, 1) * torch.arange(4, device=DEVICE)[:, None, None, None]
-    options = {"cu_seqlens": offsets, "normalize": True}
-    assert_exact(given, chunk=16, **options)
-
-
-def test_operands_of_any_strides():
-    given = operands(20, "head", True)
-    expected = served(given)
-    moved = {name: None if t is None else t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in given.items()}
-    with longspan.backend("triton"):
-        found = triton.attend(Recurrence(**moved, **OPTIONS))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=False))
-
-
-@pytest.mark.parametrize(("decay", "delta"), SERVED)
-def test_gradients_that_can_be_differentiated(decay, delta):
-    def second(form, given):
-        inputs = [t.requires_grad_() for t in given.values() if t is not None]
-        o, end = form(Recurrence(**given, **OPTIONS))
-        first = torch.autograd.grad(o.sin().sum() + end.square().sum(), inputs, create_graph=True)
-        return [*first, *torch.autograd.grad(sum(t.square().sum() for t in first), inputs)]
-
-    given = operands(29, decay, delta)
-    wide = {name: None if t is None else t.double() for name, t in given.items()}
-    assert max(errors(second(triton.attend, given), second(in_torch, wide))) <= 5e-6
-
-
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated.*:DeprecationWarning")  # torch's own
-def test_compiles_as_one_graph():
-    given = operands(70, "head", True)
-    r = Recurrence(**given, **OPTIONS)
-    call = torch.compile(triton.attend, fullgraph=True, backend="aot_eager")
-    with longspan.backend("triton"):
-        found, expected = call(r), triton.attend(r)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_reasons_name_what_the_kernels_take():

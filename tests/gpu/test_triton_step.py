@@ -1,7 +1,5 @@
 """One token of decay attention and the delta rule by the Triton kernel, against the definition in float64."""
 
-import itertools
-
 import pytest
 import torch
 from ahead import LIMITS, compiled_all, request
@@ -40,38 +38,6 @@ def run(backend, given, **options):
         return recur(**given, **options)
 
 
-def exact(given, **options):
-    return run("reference", {name: t if t is None else t.double() for name, t in given.items()}, **options)
-
-
-def error(found, expected):
-    return float((found.double() - expected).norm() / expected.norm())
-
-
-@pytest.mark.parametrize(
-    ("decay", "delta", "normalize"), list(itertools.product(KINDS, (False, True), (None, "l2"))), ids=str
-)
-def test_step_is_the_definition(decay, delta, normalize):
-    for sizes, repeats, scale in (((17, 33), 2, None), ((64, 1), 1, 0.7), ((1, 130), 3, 2)):
-        given = arguments(decay, delta, sizes=sizes, repeats=repeats)
-        with longspan.ops.watch() as seen:
-            found = run("triton", given, normalize=normalize, scale=scale)
-        assert [use.backend for use in seen] == ["triton"]
-        expected = exact(given, normalize=normalize, scale=scale)
-        assert all(error(a, b) < LIMIT for a, b in zip(found, expected, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("delta", [False, True])
-def test_half_precision_rounds_only_the_output(delta, dtype):
-    given = arguments("channel", delta, dtype=dtype, gates=dtype)
-    (o, state), (plain, _), (exact_o, exact_state) = run("triton", given), run("torch", given), exact(given)
-    assert o.dtype == dtype
-    assert state.dtype == torch.float32
-    assert error(state, exact_state) < LIMIT
-    assert error(o, exact_o) <= 1.5 * error(plain, exact_o)
-
-
 def test_donate_overwrites_the_state():
     given = arguments("head", delta=True)
     before, expected = given["state"].clone(), run("triton", given)
@@ -85,34 +51,6 @@ def test_donate_overwrites_the_state():
     assert state._version > version
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert bool((large[..., 33:] == 7.0).all())
-
-
-def test_public_ops_take_the_step():
-    given = arguments("head", delta=True)
-    q, k, v, rest = given["q"], given["k"], given["v"], {"log_decay": given["log_decay"], "return_state": True}
-    with longspan.backend("triton"):
-        for op, gates in ((longspan.decay_attention, {}), (longspan.delta_rule, {"beta": given["beta"]})):
-            state = given["state"].clone()
-            o, after = op(q, k, v, state=state, donate=True, **gates, **rest)
-            assert after is state
-            expected = exact(given | {"beta": gates.get("beta")})
-            assert error(o, expected[0]) < LIMIT
-            assert error(after, expected[1]) < LIMIT
-
-
-@pytest.mark.parametrize("decay", ["head", "channel"])
-def test_minus_infinity_clears_the_state(decay):
-    given = arguments(decay)
-    given["log_decay"] = torch.full_like(given["log_decay"], -torch.inf)
-    o, state = run("triton", given, scale=1.0)
-    cleared = exact(given | {"state": torch.zeros_like(given["state"])}, scale=1.0)
-    assert error(o, cleared[0]) < LIMIT
-    assert error(state, cleared[1]) < LIMIT
-
-
-def test_two_runs_give_the_same_bits():
-    given = arguments("channel", delta=True, sizes=(64, 128))
-    assert all(torch.equal(a, b) for a, b in zip(run("triton", given), run("triton", given), strict=True))
 
 
 def test_operands_that_do_not_fit_raise_as_elsewhere():

@@ -235,7 +235,8 @@ def test_any_cut_gives_one_answer(family, form, cuts):
     """In two parts, with an empty one, and with single tokens."""
     given, options = family.operands(77, dtype=dtype_of(form)), usual(family, form)
     with torch.no_grad():
-        expected, parts, state = family.run(form, given, **options), [], given["state"]
+        expected = family.run("reference", cast(given, torch.float64), **options)
+        parts, state = [], given["state"]
         for begin, end in itertools.pairwise(cuts):
             part = family.cut(given, begin, end) | {"state": state}
             before = state.clone()
@@ -343,7 +344,12 @@ def test_strides_do_not_change_a_bit(family, form, row):
             leaves = {name: t.detach().requires_grad_() for name, t in moved.items()}
             found = family.run(form, leaves, **options)
             grads = torch.autograd.grad(found, list(leaves.values()), upstream(found, None, family.axis))
-            exactly([*found, *grads], family.outcome(form, plain, **options))
+            right = family.outcome(form, plain, **options)
+            if form == "triton":  # whose tiles follow the strides, and sums over tokens the tiles
+                rounded = max(limit(family, form), torch.finfo(dtype).eps)
+                assert_close([*found, *grads], list(right.values()), rounded)
+            else:
+                exactly([*found, *grads], right)
 
 
 @only(native)
@@ -424,7 +430,7 @@ def test_gradients_that_can_be_differentiated_are_the_gradients(family, form, ar
     exact, wide = loss("reference", cast(given, torch.float64))
     first = torch.autograd.grad(exact, wide, create_graph=True)
     right = torch.autograd.grad(sum(t.sin().sum() for t in first), wide)
-    assert_close(second, right, {"native": 5e-5, "triton": 1e-5}.get(form, 1e-10))
+    assert_close(second, right, 1e-10 if dtype_of(form) is torch.float64 else 5e-5)
 
 
 @only(lambda family, form: family.clears and form != "reference")
