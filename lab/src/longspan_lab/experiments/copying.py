@@ -36,25 +36,32 @@ GOAL = 1e-2
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """Settings of the experiment; the defaults are those of the laptop scale."""
+    """Settings of the experiment; the defaults are those of the laptop scale.
+
+    The publication gives no width; at the paper scale it is that of its image models.
+    """
 
     specs: str = setting(f"softmax; linear; {paper.LSH}", "attentions, separated by semicolons; one model each")
     seeds: tuple[int, ...] = setting(
-        (0,), "seeds of weights and sequences; one training per attention and seed", least=0
+        (0,),
+        "seeds of weights and sequences; one training per attention and seed",
+        least=0,
+        quick=(0, 1),
+        gpu=(0, 1, 2),
     )
-    length: int = setting(128, "even number of tokens: twice a separator and the symbols", least=4)
-    symbols: int = setting(10, "number of different symbols, without the separator", least=1)
-    dim: int = setting(128, "width of the models", least=1)
-    depth: int = setting(4, "number of blocks", least=1)
-    heads: int = setting(8, "heads of each attention", least=1)
-    feedforward: int = setting(256, "inner width of the feed-forward networks", least=1)
+    length: int = setting(128, "even number of tokens: twice a separator and the symbols", least=4, quick=10)
+    symbols: int = setting(10, "number of different symbols, without the separator", least=1, quick=3)
+    dim: int = setting(128, "width of the models", least=1, quick=8, gpu=256)
+    depth: int = setting(4, "number of blocks", least=1, quick=1)
+    heads: int = setting(8, "heads of each attention", least=1, quick=2)
+    feedforward: int = setting(256, "inner width of the feed-forward networks", least=1, quick=16, gpu=1024)
     positions: str = setting("sinusoidal", "positions: none, sinusoidal, learned or rotary")
-    batch: int = setting(16, "sequences per update", least=1)
-    steps: int = setting(1500, "number of updates", least=1)
+    batch: int = setting(16, "sequences per update", least=1, quick=3, gpu=64)
+    steps: int = setting(1500, "number of updates", least=1, quick=20, gpu=10_000)
     rate: float = setting(1e-3, "initial learning rate of RAdam", positive=True)
-    drop_at: int = setting(1200, "updates after which the learning rate drops to a tenth", least=1)
-    tests: int = setting(64, f"test sequences, every {EVERY} updates", least=1)
-    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
+    drop_at: int = setting(1200, "updates after which the learning rate drops to a tenth", least=1, quick=10, gpu=3000)
+    tests: int = setting(64, f"test sequences, every {EVERY} updates", least=1, quick=2)
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES, gpu="cuda")
 
     def __post_init__(self):
         super().__post_init__()
@@ -71,14 +78,6 @@ class Settings(Buildable):
         """The config of the decoder. Raises ValueError for inconsistent sizes."""
         kind: dict[str, Any] = {"attention": attention, "vocab": self.symbols + 1, "positions": self.positions}
         return DecoderConfig(**self.same("dim", "depth", "heads", "feedforward", "length"), **kind)
-
-
-QUICK = Settings(
-    seeds=(0, 1), length=10, symbols=3, dim=8, depth=1, heads=2, feedforward=16, batch=3, steps=20, drop_at=10, tests=2
-)
-
-# The publication gives no width; this is the width of its image models.
-PAPER = Settings(seeds=(0, 1, 2), dim=256, feedforward=1024, batch=64, steps=10_000, drop_at=3000, device="cuda")
 
 
 def points(settings: Settings) -> list[Row]:
@@ -187,8 +186,8 @@ def _order(result: Result) -> list[str]:
 
 EXPERIMENT = Experiment(
     about="how fast a transformer learns to copy a sequence, by its attention",
-    scales={"laptop": Settings(), "gpu": PAPER, "paper": PAPER},
-    quick=QUICK,
+    scales=Settings.scales("gpu", "paper"),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

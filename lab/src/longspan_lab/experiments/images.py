@@ -3,7 +3,7 @@
 import csv
 import io
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -38,35 +38,50 @@ def slug(attention: str) -> str:
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """Settings of the experiment; the defaults are those of the laptop scale."""
+    """Settings of the experiment; the defaults are those of the laptop scale.
 
-    data: str = setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits")
+    At the paper scale: Katharopoulos et al. 2020, section 4.2.1, 250 epochs of 55,000 images; the last 5000 of 60,000
+    are for validation.
+    """
+
+    data: str = setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits", quick="digits")
     attentions: str = setting(
         f"linear; softmax; {paper.LSH}",
         "attentions, separated by semicolons; one model each, compared with the first",
+        quick="linear; softmax",
+        gpu=f"linear; softmax; {paper.LSH_IMAGES}",
     )
-    dim: int = setting(128, "width of the models")
-    depth: int = setting(4, "number of blocks")
-    heads: int = setting(4, "heads of each attention")
+    dim: int = setting(128, "width of the models", quick=8, gpu=256)
+    depth: int = setting(4, "number of blocks", quick=1, gpu=8)
+    heads: int = setting(4, "heads of each attention", quick=2, gpu=8)
     likelihood: str = setting(
-        "categorical", "likelihood of a pixel: categorical, or a mixture such as logistics(mixtures=10)"
+        "categorical",
+        "likelihood of a pixel: categorical, or a mixture such as logistics(mixtures=10)",
+        quick="logistics(mixtures=2)",
+        gpu="logistics(mixtures=10)",
     )
-    steps: int = setting(120, "number of training steps for each model")
-    batch: int = setting(10, "images per training step")
-    optimizer: str = setting("adamw", "optimizer: adamw | radam")
-    learning_rate: float = setting(3e-3, "peak learning rate")
-    schedule: str = setting("cosine", "learning rate schedule: cosine | constant")
-    warmup: int = setting(20, "number of warm-up steps")
-    weight_decay: float = setting(0.05, "weight decay of matrices")
-    precision: str = setting("32", "training precision: 32 | bf16")
-    evaluate_every: int = setting(40, "steps between two evaluations on validation images")
-    evaluate_examples: int = setting(100, "validation images per evaluation; 0: all")
-    tests: int = setting(500, "test images at the end, evenly spaced; 0: all", least=0)
-    samples: int = setting(16, "images that each model generates; it completes about half as many", least=1)
+    steps: int = setting(120, "number of training steps for each model", quick=4, gpu=50_000, paper=1_375_000)
+    batch: int = setting(10, "images per training step", quick=3, gpu=40, paper=10)
+    optimizer: str = setting("adamw", "optimizer: adamw | radam", paper="radam")
+    learning_rate: float = setting(3e-3, "peak learning rate", gpu=1e-3, paper=1e-4)
+    schedule: str = setting("cosine", "learning rate schedule: cosine | constant", paper="constant")
+    warmup: int = setting(20, "number of warm-up steps", quick=1, gpu=500, paper=0)
+    weight_decay: float = setting(0.05, "weight decay of matrices", paper=0.0)
+    precision: str = setting("32", "training precision: 32 | bf16", gpu="bf16", paper="32")
+    evaluate_every: int = setting(
+        40, "steps between two evaluations on validation images", quick=2, gpu=1000, paper=5500
+    )
+    evaluate_examples: int = setting(100, "validation images per evaluation; 0: all", quick=2, gpu=1000)
+    tests: int = setting(500, "test images at the end, evenly spaced; 0: all", least=0, quick=3, gpu=0)
+    samples: int = setting(
+        16, "images that each model generates; it completes about half as many", least=1, quick=4, gpu=64
+    )
     top: float = setting(0.5, "given part of each completed image")
-    batches: tuple[int, ...] = setting((1, 64), "batch sizes of the speed measurements", least=1)
-    lengths: tuple[int, ...] = setting((98, 392, 784, 1568, 3072), "numbers of tokens before the timed one", least=1)
-    rounds: int = setting(3, "timing rounds", least=1)
+    batches: tuple[int, ...] = setting((1, 64), "batch sizes of the speed measurements", least=1, quick=(1, 2))
+    lengths: tuple[int, ...] = setting(
+        (98, 392, 784, 1568, 3072), "numbers of tokens before the timed one", least=1, quick=(7, 70)
+    )
+    rounds: int = setting(3, "timing rounds", least=1, quick=1)
     seed: int = setting(0, "seed of weights, order of the images and samples")
 
     def __post_init__(self):
@@ -99,55 +114,6 @@ class Settings(Buildable):
     def run(self, folder: Path) -> TrainConfig:
         """A training in a folder. Raises ValueError for a field out of range."""
         return training(self, folder, **self.same("optimizer", "schedule", "weight_decay", "precision"))
-
-
-QUICK = Settings(
-    data="digits",
-    attentions="linear; softmax",
-    dim=8,
-    depth=1,
-    heads=2,
-    likelihood="logistics(mixtures=2)",
-    steps=4,
-    batch=3,
-    warmup=1,
-    evaluate_every=2,
-    evaluate_examples=2,
-    tests=3,
-    samples=4,
-    batches=(1, 2),
-    lengths=(7, 70),
-    rounds=1,
-)
-GPU = Settings(
-    attentions=f"linear; softmax; {paper.LSH_IMAGES}",
-    dim=256,
-    depth=8,
-    heads=8,
-    samples=64,
-    likelihood="logistics(mixtures=10)",
-    steps=50_000,
-    batch=40,
-    learning_rate=1e-3,
-    warmup=500,
-    precision="bf16",
-    evaluate_every=1000,
-    evaluate_examples=1000,
-    tests=0,
-)
-# Katharopoulos et al. 2020, section 4.2.1: 250 epochs of 55,000 images, the last 5000 of 60,000 being for validation.
-PAPER = replace(
-    GPU,
-    steps=1_375_000,
-    batch=10,
-    optimizer="radam",
-    learning_rate=1e-4,
-    schedule="constant",
-    warmup=0,
-    weight_decay=0.0,
-    precision="32",
-    evaluate_every=5500,
-)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -245,8 +211,8 @@ def curve(folder: Path) -> list[list]:
 
 EXPERIMENT = Experiment(
     about="image generation by linear and softmax transformers of equal size: bits per dim, samples, speed",
-    scales={"laptop": Settings(), "gpu": GPU, "paper": PAPER},
-    quick=QUICK,
+    scales=Settings.scales("gpu", "paper"),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=images_report.tables,

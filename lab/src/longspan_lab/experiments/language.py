@@ -40,32 +40,43 @@ BUDGETS = {"seconds": "each model trains for the same time", "steps": "for the s
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """Settings of the experiment; the defaults are those of the laptop scale."""
+    """Settings of the experiment; the defaults are those of the laptop scale.
+
+    At the GPU scale half an hour of one GPU for each model. The published figures are for enwik8: pass it as text:FILE.
+    """
 
     data: str = setting("text:stdlib", "a text: text:stdlib or text:PATH")
-    models: str = setting("; ".join(FAMILIES), "models, separated by semicolons")
-    length: int = setting(256, "bytes per example, and per segment of the model with a memory")
-    window: int = setting(64, "tokens in the local window")
-    dim: int = setting(96, "width of the models; the feed-forward networks equalize their size")
-    depth: int = setting(4, "number of blocks")
-    heads: int = setting(4, "heads of each attention")
-    layers: int = setting(2, "layers of the LSTM, whose width equalizes its size", least=1)
-    budget: str = setting("seconds", "equal budget of all models: seconds | steps", among=BUDGETS)
-    seconds: float = setting(
-        45.0, "seconds of training for each model with --budget seconds, without evaluations", positive=True
+    models: str = setting(
+        "; ".join(FAMILIES), "models, separated by semicolons", quick="softmax; transformer_xl; gla; lstm"
     )
-    steps: int = setting(500, "steps of training for each model with --budget steps", least=1)
-    batch: int = setting(8, "examples per training step", least=1)
-    learning_rate: float = setting(3e-3, "peak learning rate of a cosine schedule over the budget", positive=True)
-    warmup: int = setting(20, "number of warm-up steps", least=0)
-    looks: int = setting(10, "number of evaluations on validation text, evenly spaced over the budget", least=1)
-    evaluate_examples: int = setting(64, "validation examples per evaluation; 0: all", least=0)
-    tests: int = setting(512, "test examples at the end; 0: all", least=0)
-    context: int = setting(1000, "bytes before the timed generation; the state is measured after them", least=1)
-    tokens: int = setting(100, "bytes of the timed generation", least=1)
-    batches: tuple[int, ...] = setting((1, 16), "batch sizes of the generation", least=1)
-    rounds: int = setting(3, "timing rounds", least=1)
-    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
+    length: int = setting(256, "bytes per example, and per segment of the model with a memory", quick=16, gpu=1024)
+    window: int = setting(64, "tokens in the local window", quick=4, gpu=256)
+    dim: int = setting(96, "width of the models; the feed-forward networks equalize their size", quick=8, gpu=512)
+    depth: int = setting(4, "number of blocks", quick=1, gpu=8)
+    heads: int = setting(4, "heads of each attention", quick=2, gpu=8)
+    layers: int = setting(2, "layers of the LSTM, whose width equalizes its size", least=1, quick=1)
+    budget: str = setting("seconds", "equal budget of all models: seconds | steps", among=BUDGETS, quick="steps")
+    seconds: float = setting(
+        45.0, "seconds of training for each model with --budget seconds, without evaluations", positive=True, gpu=1800.0
+    )
+    steps: int = setting(500, "steps of training for each model with --budget steps", least=1, quick=4)
+    batch: int = setting(8, "examples per training step", least=1, quick=2, gpu=32)
+    learning_rate: float = setting(
+        3e-3, "peak learning rate of a cosine schedule over the budget", positive=True, gpu=1e-3
+    )
+    warmup: int = setting(20, "number of warm-up steps", least=0, quick=1, gpu=200)
+    looks: int = setting(
+        10, "number of evaluations on validation text, evenly spaced over the budget", least=1, quick=2, gpu=20
+    )
+    evaluate_examples: int = setting(64, "validation examples per evaluation; 0: all", least=0, quick=4, gpu=256)
+    tests: int = setting(512, "test examples at the end; 0: all", least=0, quick=20, gpu=0)
+    context: int = setting(
+        1000, "bytes before the timed generation; the state is measured after them", least=1, quick=9, gpu=4000
+    )
+    tokens: int = setting(100, "bytes of the timed generation", least=1, quick=3, gpu=500)
+    batches: tuple[int, ...] = setting((1, 16), "batch sizes of the generation", least=1, quick=(1, 2), gpu=(1, 64))
+    rounds: int = setting(3, "timing rounds", least=1, quick=1)
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES, gpu="cuda")
     seed: int = setting(0, "seed of weights and order of the examples")
 
     def __post_init__(self):
@@ -98,48 +109,6 @@ class Settings(Buildable):
         """The learning rate of step number ``step``, counted from 0, when this part of the budget is spent."""
         rise = min(1.0, (step + 1) / max(1, self.warmup))
         return self.learning_rate * rise * (1 + math.cos(math.pi * min(1.0, part))) / 2
-
-
-QUICK = Settings(
-    models="softmax; transformer_xl; gla; lstm",
-    length=16,
-    window=4,
-    dim=8,
-    depth=1,
-    heads=2,
-    layers=1,
-    budget="steps",
-    steps=4,
-    batch=2,
-    warmup=1,
-    looks=2,
-    evaluate_examples=4,
-    tests=20,
-    context=9,
-    tokens=3,
-    batches=(1, 2),
-    rounds=1,
-)
-
-# Half an hour of one GPU for each. The published figures are for enwik8: pass it as text:FILE.
-GPU = Settings(
-    length=1024,
-    window=256,
-    dim=512,
-    depth=8,
-    heads=8,
-    seconds=1800.0,
-    batch=32,
-    learning_rate=1e-3,
-    warmup=200,
-    looks=20,
-    evaluate_examples=256,
-    tests=0,
-    context=4000,
-    tokens=500,
-    batches=(1, 64),
-    device="cuda",
-)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -334,8 +303,8 @@ def draw(plt: Any, result: Result) -> Any:
 
 EXPERIMENT = Experiment(
     about="byte models of every family and an LSTM, of equal size, in equal time: bits, speed, state",
-    scales={"laptop": Settings(), "gpu": GPU},
-    quick=QUICK,
+    scales=Settings.scales("gpu"),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

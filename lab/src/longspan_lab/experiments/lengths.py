@@ -30,18 +30,22 @@ class Settings(Buildable):
     positions: str = setting(
         "sinusoidal; relative", "positions, separated by semicolons; every model is trained with each"
     )
-    longest: int = setting(8, "symbols of the longest training sequence; lengths start at 1", least=1)
-    tests: tuple[int, ...] = setting((4, 8, 12, 16, 24), "numbers of symbols of the test sequences", least=1)
-    symbols: int = setting(10, "number of different symbols", least=1)
-    offset: int = setting(32, "upper bound of the random start of sinusoidal positions in training", least=1)
-    steps: int = setting(4, "repetitions of the universal block; number of blocks of the plain models", least=1)
-    dim: int = setting(64, "width of the universal model and of the equally wide plain one", least=1)
-    narrow: int = setting(32, "width of the plain model with equally many weights", least=1)
-    heads: int = setting(4, "heads of each attention", least=1)
-    batch: int = setting(32, "sequences per update", least=1)
-    updates: int = setting(700, "number of updates", least=1)
+    longest: int = setting(8, "symbols of the longest training sequence; lengths start at 1", least=1, quick=3)
+    tests: tuple[int, ...] = setting(
+        (4, 8, 12, 16, 24), "numbers of symbols of the test sequences", least=1, quick=(2, 4)
+    )
+    symbols: int = setting(10, "number of different symbols", least=1, quick=3)
+    offset: int = setting(32, "upper bound of the random start of sinusoidal positions in training", least=1, quick=4)
+    steps: int = setting(
+        4, "repetitions of the universal block; number of blocks of the plain models", least=1, quick=2
+    )
+    dim: int = setting(64, "width of the universal model and of the equally wide plain one", least=1, quick=8)
+    narrow: int = setting(32, "width of the plain model with equally many weights", least=1, quick=4)
+    heads: int = setting(4, "heads of each attention", least=1, quick=2)
+    batch: int = setting(32, "sequences per update", least=1, quick=3)
+    updates: int = setting(700, "number of updates", least=1, quick=4)
     rate: float = setting(3e-3, "peak learning rate of a cosine schedule", positive=True)
-    count: int = setting(64, "test sequences of each length", least=1)
+    count: int = setting(64, "test sequences of each length", least=1, quick=3)
     seed: int = setting(0, "seed of weights and sequences", least=0)
 
     def buildable(self) -> None:
@@ -66,11 +70,6 @@ class Settings(Buildable):
             "stack": stack,
         }
         return DecoderConfig(dim=dim, depth=depth, vocab=self.symbols + 1, positions=positions, **same)
-
-
-QUICK = Settings(
-    longest=3, tests=(2, 4), symbols=3, offset=4, steps=2, dim=8, narrow=4, heads=2, batch=3, updates=4, count=3
-)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -171,8 +170,8 @@ def draw(plt: Any, result: Result) -> Any:
 
 EXPERIMENT = Experiment(
     about="copying sequences longer than in training: a Universal Transformer and plain transformers",
-    scales={"laptop": Settings()},
-    quick=QUICK,
+    scales=Settings.scales(),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

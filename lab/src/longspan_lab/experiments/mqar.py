@@ -42,19 +42,27 @@ EVERY, DONE = 50, 0.995
 class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
-    specs: str = setting("; ".join(SPECS), "attentions, separated by semicolons; one model each")
-    dims: tuple[int, ...] = setting((8, 16, 32), "widths of the models, which set the size of the states", least=1)
-    rates: tuple[float, ...] = setting((1e-2, 3e-2), "learning rates; the best one counts")
+    specs: str = setting(
+        "; ".join(SPECS), "attentions, separated by semicolons; one model each", quick="softmax; deltanet"
+    )
+    dims: tuple[int, ...] = setting(
+        (8, 16, 32), "widths of the models, which set the size of the states", least=1, quick=(4, 8)
+    )
+    rates: tuple[float, ...] = setting((1e-2, 3e-2), "learning rates; the best one counts", quick=(1e-2,))
     heads: int = setting(1, "heads of each attention", least=1)
     depth: int = setting(1, "number of blocks", least=1)
     pairs: tuple[int, ...] = setting(
-        (2, 4, 8, 16), "numbers of key-value pairs in a sequence, in turns during training", least=1
+        (2, 4, 8, 16), "numbers of key-value pairs in a sequence, in turns during training", least=1, quick=(2, 3)
     )
-    tokens: int = setting(4, "tokens per pair in a sequence; more than 4 leave blanks between queries", least=4)
-    vocab: int = setting(32, "vocabulary size: half keys, half values")
-    steps: int = setting(500, f"training steps at most; fewer where all but {1 - DONE:.1%} is recalled", least=1)
-    batch: int = setting(32, "sequences per training step", least=1)
-    tests: int = setting(256, "test sequences for each number of pairs", least=1)
+    tokens: int = setting(
+        4, "tokens per pair in a sequence; more than 4 leave blanks between queries", least=4, quick=5
+    )
+    vocab: int = setting(32, "vocabulary size: half keys, half values", quick=8)
+    steps: int = setting(
+        500, f"training steps at most; fewer where all but {1 - DONE:.1%} is recalled", least=1, quick=9
+    )
+    batch: int = setting(32, "sequences per training step", least=1, quick=4)
+    tests: int = setting(256, "test sequences for each number of pairs", least=1, quick=8)
     seed: int = setting(0, "seed of weights and sequences")
 
     def __post_init__(self):
@@ -68,11 +76,6 @@ class Settings(Buildable):
         """Raise ValueError for settings that cannot be built."""
         for name, dim in product(spec.split(self.specs), self.dims):
             build(name, dim, self.heads)
-
-
-QUICK = Settings(
-    specs="softmax; deltanet", dims=(4, 8), pairs=(2, 3), tokens=5, vocab=8, steps=9, batch=4, tests=8, rates=(1e-2,)
-)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -167,8 +170,8 @@ def picture(plt: Any, result: Result) -> Any:
 
 EXPERIMENT = Experiment(
     about="how much a state of given size recalls: accuracy of multi-query associative recall",
-    scales={"laptop": Settings()},
-    quick=QUICK,
+    scales=Settings.scales(),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

@@ -24,24 +24,25 @@ from .images import DATA, curve, slug, trained
 class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
-    data: str = setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits")
+    data: str = setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits", quick="digits")
     patterns: str = setting(
         "band(28); band(14) | columns(28); causal",
         "patterns, separated by semicolons, each joined with causal; all are compared with the first",
+        quick="band(8); band(4) | columns(8)",
     )
     seeds: tuple[int, ...] = setting(
         (0, 1), "seeds of weights and order of the images; one training per pattern and seed", least=0
     )
-    dim: int = setting(64, "width of the models")
-    depth: int = setting(2, "number of blocks")
-    heads: int = setting(4, "heads of each attention")
-    steps: int = setting(400, "number of training steps")
-    batch: int = setting(10, "images per training step")
+    dim: int = setting(64, "width of the models", quick=8)
+    depth: int = setting(2, "number of blocks", quick=1)
+    heads: int = setting(4, "heads of each attention", quick=2)
+    steps: int = setting(400, "number of training steps", quick=4)
+    batch: int = setting(10, "images per training step", quick=3)
     learning_rate: float = setting(3e-3, "peak learning rate of a cosine schedule")
-    warmup: int = setting(50, "number of warm-up steps")
-    evaluate_every: int = setting(100, "steps between two evaluations on validation images")
-    evaluate_examples: int = setting(250, "validation images per evaluation; 0: all")
-    tests: int = setting(1000, "test images at the end, evenly spaced; 0: all", least=0)
+    warmup: int = setting(50, "number of warm-up steps", quick=1)
+    evaluate_every: int = setting(100, "steps between two evaluations on validation images", quick=2)
+    evaluate_examples: int = setting(250, "validation images per evaluation; 0: all", quick=2)
+    tests: int = setting(1000, "test images at the end, evenly spaced; 0: all", least=0, quick=3)
 
     def __post_init__(self):
         super().__post_init__()
@@ -68,22 +69,6 @@ class Settings(Buildable):
     def run(self, folder: Path, seed: int) -> TrainConfig:
         """A training in a folder. Raises ValueError for a field out of range."""
         return training(self, folder, seed=seed)
-
-
-QUICK = Settings(
-    data="digits",
-    patterns="band(8); band(4) | columns(8)",
-    seeds=(0, 1),
-    dim=8,
-    depth=1,
-    heads=2,
-    steps=4,
-    batch=3,
-    warmup=1,
-    evaluate_every=2,
-    evaluate_examples=2,
-    tests=3,
-)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -177,8 +162,8 @@ def _tests(result: Result, name: str) -> dict[int, float]:
 
 EXPERIMENT = Experiment(
     about="the choice of keys: images learned under sparse patterns of equal cost",
-    scales={"laptop": Settings()},
-    quick=QUICK,
+    scales=Settings.scales(),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

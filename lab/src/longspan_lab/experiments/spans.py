@@ -29,21 +29,25 @@ class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
     data: str = setting("text:stdlib", "a text: text:stdlib or text:PATH")
-    length: int = setting(256, "bytes per example")
-    span: int = setting(128, "maximum span in tokens")
-    ramp: int = setting(16, "tokens over which the weights fall at the end of a span")
-    initial: float = setting(64.0, "initial span of all heads")
-    penalty: float = setting(3e-5, "weight of the spans in the loss: nats per token of mean span, per layer")
-    dim: int = setting(64, "width of the models")
-    depth: int = setting(3, "number of blocks")
-    heads: int = setting(4, "heads of each attention")
-    steps: int = setting(400, "number of training steps")
-    batch: int = setting(8, "examples per training step")
+    length: int = setting(256, "bytes per example", quick=32)
+    span: int = setting(128, "maximum span in tokens", quick=16)
+    ramp: int = setting(16, "tokens over which the weights fall at the end of a span", quick=4)
+    initial: float = setting(64.0, "initial span of all heads", quick=8.0)
+    penalty: float = setting(
+        3e-5, "weight of the spans in the loss: nats per token of mean span, per layer", quick=0.01
+    )
+    dim: int = setting(64, "width of the models", quick=8)
+    depth: int = setting(3, "number of blocks", quick=2)
+    heads: int = setting(4, "heads of each attention", quick=2)
+    steps: int = setting(400, "number of training steps", quick=4)
+    batch: int = setting(8, "examples per training step", quick=2)
     learning_rate: float = setting(3e-3, "peak learning rate of a cosine schedule")
-    warmup: int = setting(50, "number of warm-up steps")
-    evaluate_every: int = setting(40, "steps between two records of the spans, with an evaluation on validation text")
-    evaluate_examples: int = setting(64, "validation examples per evaluation; 0: all")
-    tests: int = setting(256, "test examples at the end, evenly spaced; 0: all", least=0)
+    warmup: int = setting(50, "number of warm-up steps", quick=1)
+    evaluate_every: int = setting(
+        40, "steps between two records of the spans, with an evaluation on validation text", quick=2
+    )
+    evaluate_examples: int = setting(64, "validation examples per evaluation; 0: all", quick=2)
+    tests: int = setting(256, "test examples at the end, evenly spaced; 0: all", least=0, quick=3)
     seed: int = setting(0, "seed of weights and order of the examples")
 
     def __post_init__(self):
@@ -70,24 +74,6 @@ class Settings(Buildable):
         """A training in a folder, with a checkpoint per evaluation. Raises ValueError for a field out of range."""
         penalty = self.penalty if kind == PRICED else 0.0
         return training(self, folder, penalty=penalty, keep=self.steps // max(self.evaluate_every, 1) + 1)
-
-
-QUICK = Settings(
-    length=32,
-    span=16,
-    ramp=4,
-    initial=8.0,
-    penalty=0.01,
-    dim=8,
-    depth=2,
-    heads=2,
-    steps=4,
-    batch=2,
-    warmup=1,
-    evaluate_every=2,
-    evaluate_examples=2,
-    tests=3,
-)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -196,8 +182,8 @@ def _by_steps(axis: Any, history: list) -> None:
 
 EXPERIMENT = Experiment(
     about="learned attention spans on text, with and without a penalty, and a fixed window",
-    scales={"laptop": Settings()},
-    quick=QUICK,
+    scales=Settings.scales(),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

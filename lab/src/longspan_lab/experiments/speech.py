@@ -32,34 +32,39 @@ def slug(encoder: str) -> str:
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """Settings of the experiment; the defaults are those of the laptop scale."""
+    """Settings of the experiment; the defaults are those of the laptop scale.
 
-    data: str = setting("fsdd", "fsdd (a download), fsdd:PATH, an4:FOLDER, or tones (synthetic)")
+    At the paper scale: Katharopoulos et al. 2020, section 4.3; their batches are as large as the GPU's memory.
+    """
+
+    data: str = setting("fsdd", "fsdd (a download), fsdd:PATH, an4:FOLDER, or tones (synthetic)", quick="tones")
     units: str = setting("letters", "predicted and counted units: letters | phonemes | words")
     speaker: str = setting("", "held-out speaker of fsdd; empty: the last by name")
-    longest: int = setting(24, "maximum digits per string; lengths start at 1", least=1)
+    longest: int = setting(24, "maximum digits per string; lengths start at 1", least=1, quick=3)
     encoders: str = setting(
-        "lstm; softmax; reformer(rounds=4); linear", "attentions and lstm, separated by semicolons; one model each"
+        "lstm; softmax; reformer(rounds=4); linear",
+        "attentions and lstm, separated by semicolons; one model each",
+        quick="lstm; softmax; linear",
     )
     direction: str = setting("bidirectional", "direction of the encoders: bidirectional | causal (for --stream)")
-    dim: int = setting(96, "width of the models")
-    depth: int = setting(3, "number of blocks, and of LSTM layers")
-    heads: int = setting(4, "heads of each attention")
+    dim: int = setting(96, "width of the models", quick=16, gpu=192)
+    depth: int = setting(3, "number of blocks, and of LSTM layers", quick=1, gpu=9)
+    heads: int = setting(4, "heads of each attention", quick=2, gpu=6)
     positions: str = setting("sinusoidal", "positions of the attentions: sinusoidal | rotary | none")
     stride: int = setting(2, "frames of 10 ms between two tokens")
     context: int = setting(8, "frames per token")
-    epochs: int = setting(40, "epochs for each encoder", least=1)
-    batch: int = setting(4, "utterances per update", least=1)
-    learning_rate: float = setting(2e-3, "peak learning rate", positive=True)
-    evaluate_every: int = setting(4, "epochs between two evaluations on validation utterances", least=1)
-    beams: int = setting(8, "beam size of the final test", least=1)
+    epochs: int = setting(40, "epochs for each encoder", least=1, quick=2, gpu=80)
+    batch: int = setting(4, "utterances per update", least=1, gpu=16)
+    learning_rate: float = setting(2e-3, "peak learning rate", positive=True, gpu=1e-4)
+    evaluate_every: int = setting(4, "epochs between two evaluations on validation utterances", least=1, quick=1)
+    beams: int = setting(8, "beam size of the final test", least=1, quick=2)
     lengths: tuple[int, ...] = setting(
-        (800, 1200, 1600, 2000, 2400), "frames per utterance in the timed steps", least=1
+        (800, 1200, 1600, 2000, 2400), "frames per utterance in the timed steps", least=1, quick=(200, 400)
     )
     step_stride: int = setting(1, "frames between two tokens in the timed steps", least=1)
-    step_batch: int = setting(2, "utterances per timed step", least=1)
-    rounds: int = setting(3, "timing rounds", least=1)
-    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
+    step_batch: int = setting(2, "utterances per timed step", least=1, gpu=16)
+    rounds: int = setting(3, "timing rounds", least=1, quick=1)
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES, gpu="cuda")
     seed: int = setting(0, "seed of weights, strings of digits and order")
 
     def __post_init__(self):
@@ -98,33 +103,6 @@ class Settings(Buildable):
 @lru_cache(maxsize=1)
 def _corpus(data: str, units: str, speaker: str, longest: int, seed: int) -> Corpus:
     return corpora.load(data, units=units, speaker=speaker, longest=longest, seed=seed)
-
-
-QUICK = Settings(
-    data="tones",
-    encoders="lstm; softmax; linear",
-    longest=3,
-    dim=16,
-    depth=1,
-    heads=2,
-    epochs=2,
-    evaluate_every=1,
-    beams=2,
-    lengths=(200, 400),
-    rounds=1,
-)
-
-# Katharopoulos et al. 2020, section 4.3; their batches are as large as the GPU's memory.
-PAPER = Settings(
-    dim=192,
-    depth=9,
-    heads=6,
-    epochs=80,
-    batch=16,
-    learning_rate=1e-4,
-    step_batch=16,
-    device="cuda",
-)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -193,8 +171,8 @@ def steps(settings: Settings, frames: int, place: Place) -> Row:
 
 EXPERIMENT = Experiment(
     about="speech recognition with CTC by encoders of equal size: errors on unseen speakers, training time",
-    scales={"laptop": Settings(), "gpu": PAPER, "paper": PAPER},
-    quick=QUICK,
+    scales=Settings.scales("gpu", "paper"),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=speech_report.tables,
