@@ -13,7 +13,8 @@ from longspan.models.config import StackConfig
 from longspan.models.stacks import Stack
 from longspan.ops import lstm
 
-from .experiment import generator
+from .experiment import drawing
+from .learning import closest, parameters
 
 # name -> attention ("" for an LSTM), whether sub-layers are pre-norm, how they join the residual stream
 CORES: dict[str, tuple[str, bool, str]] = {
@@ -110,26 +111,16 @@ class Agent(nn.Module):
 
 def count(kind: str, dim: int, observed: int, actions: int, **sizes: int) -> int:
     """Count the parameters of an agent of this width."""
-    return sum(
-        p.numel() for p in model_memory.shapes(lambda: Agent(kind, dim, observed, actions, **sizes)).parameters()
-    )
+    return parameters(model_memory.shapes(lambda: Agent(kind, dim, observed, actions, **sizes)))
 
 
 def fitting(kind: str, wanted: int, observed: int, actions: int, *, heads: int, **sizes: int) -> int:
     """The width, a multiple of ``heads``, whose parameter count is closest to the given one."""
-    below, above = 0, 1
-    while count(kind, above * heads, observed, actions, heads=heads, **sizes) < wanted:
-        below, above = above, 2 * above
-    while above - below > 1:
-        middle = (below + above) // 2
-        less = count(kind, middle * heads, observed, actions, heads=heads, **sizes) < wanted
-        below, above = (middle, above) if less else (below, middle)
-    near = [width * heads for width in (below, above) if width]
-    return min(near, key=lambda dim: abs(count(kind, dim, observed, actions, heads=heads, **sizes) - wanted))
+    sizes |= {"heads": heads}
+    return heads * closest(lambda width: count(kind, width * heads, observed, actions, **sizes), wanted)
 
 
 def born(seed: int, kind: str, dim: int, observed: int, actions: int, **sizes: int) -> Agent:
     """An agent with initial weights that depend on the seed alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator(seed, "weights").initial_seed())
+    with drawing(seed, "weights"):
         return Agent(kind, dim, observed, actions, **sizes)

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from longspan._utils import spec
 from longspan.attention import build
@@ -28,7 +28,7 @@ from .experiment import (
     generator,
     setting,
 )
-from .learning import finite
+from .learning import finite, fresh, keep, resumed
 
 EVERY, KEEP = 50, 200
 GOAL = 1e-2
@@ -101,34 +101,18 @@ def loss(model: Decoder, tokens: Tensor) -> Tensor:
     return F.cross_entropy(outputs[:, -half:].flatten(0, 1), tokens[:, -half:].flatten())
 
 
-def fresh(settings: Settings, attention: str, seed: int) -> Decoder:
-    """A decoder with initial weights that depend on the seed alone, with PyTorch's initialization.
-
-    Ours, with a deviation of 0.02, suit wider models.
-    """
-    with drawing(seed, "weights"):
-        model = Decoder(settings.config(attention))
-        for module in model.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                module.reset_parameters()
-    return model
-
-
 def measure(settings: Settings, point: Row, place: Place) -> Row:
     """One training -> ``curve``: [updates, test loss in nats]; ``test``: the last of these; ``reached``: updates until
     the test loss was first below GOAL, None for never.
     """
     seed, name = point["seed"], f"{point['spec']}-{point['seed']}"
-    model = fresh(settings, point["spec"], seed).to(settings.device)
+    model = fresh(settings.config(point["spec"]), seed).to(settings.device)
     optimizer = torch.optim.RAdam(model.parameters(), lr=settings.rate)
     tests = draw(settings, settings.tests, seed, "test").to(settings.device)
     run = TrainConfig(steps=settings.steps, learning_rate=settings.rate, schedule="drop", drop_at=settings.drop_at)
     first, curve = 0, [[0, test(model, tests)]]
-    kept = place.load(name)
-    if kept:
+    if kept := resumed(place, name, model=model, optimizer=optimizer):
         first, curve = kept["step"], kept["curve"]
-        model.load_state_dict(kept["model"])
-        optimizer.load_state_dict(kept["optimizer"])
     for step in place.track(range(first, settings.steps), settings.steps - first, f"copy {point['spec']}, seed {seed}"):
         optimizer.param_groups[0]["lr"] = rate(run, step)
         tokens = draw(settings, settings.batch, seed, "train", step).to(settings.device)
@@ -140,8 +124,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
         if done % EVERY == 0 or done == settings.steps:
             curve.append([done, test(model, tests)])
         if done % KEEP == 0:
-            now = {"step": done, "curve": curve, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            place.save(name, now)
+            keep(place, name, {"step": done, "curve": curve}, model=model, optimizer=optimizer)
     reached = next((done for done, value in curve if value < GOAL), None)
     return {"curve": curve, "test": curve[-1][1], "reached": reached}
 

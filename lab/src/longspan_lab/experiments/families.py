@@ -17,6 +17,8 @@ from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.states.utils import nbytes
 
+from .learning import closest, parameters
+
 VOCAB = 256
 
 
@@ -132,18 +134,12 @@ def _shapes(config: DecoderConfig) -> nn.Module:
 def width(size: Size) -> int:
     """Width of the LSTM that is closest in size to the softmax decoder."""
     target = parameters(_shapes(config(REFERENCE, size)))
-    sizes = range(1, 8 * size.dim + 1)
-    return min(sizes, key=lambda dim: abs(_lstm(dim, size.layers) - target))
+    return closest(lambda dim: _lstm(dim, size.layers), target)
 
 
 def _lstm(dim: int, layers: int) -> int:
     """Weights of an LSTM: embedding, gates with two biases each, head."""
     return (VOCAB + 1) * dim + layers * (8 * dim * dim + 8 * dim) + VOCAB * (dim + 1)
-
-
-def parameters(model: nn.Module) -> int:
-    """Number of learned parameters."""
-    return sum(p.numel() for p in model.parameters())
 
 
 @torch.no_grad()

@@ -19,9 +19,9 @@ from .._utils.tables import Table
 from ..data import series
 from ..data.series import Series
 from . import published
-from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, check_device, generator, setting
+from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, check_device, drawing, setting
 from .forecaster import PENALTIES, Forecaster, Ridge, last_day, last_value
-from .learning import Learning, learn
+from .learning import Learning, learn, parameters
 
 VALUE, DAY, LINEAR = "the last value again", "the last day again", "linear map, ridge"
 BASELINES: dict[str, Callable[[Tensor, int], Tensor] | None] = {VALUE: last_value, DAY: last_day, LINEAR: None}
@@ -102,8 +102,7 @@ class Settings(Buildable):
     def model(self, attention: str, channels: int, seed: int) -> Forecaster:
         """A model with initial weights that depend on the seed alone."""
         size = self.same("dim", "heads", "depth", "feedforward")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(generator(seed, "weights").initial_seed())
+        with drawing(seed, "weights"):
             return Forecaster(attention, channels, **size)
 
 
@@ -200,7 +199,7 @@ def _trained(
     model.load_state_dict(best["model"])
     tested = errors(foretold(model), found, chosen, reads, horizon)
     step = min(curve, key=lambda one: one["mse"])["step"]
-    return {**tested, "curve": curve, "best": step, "parameters": sum(p.numel() for p in model.parameters())}
+    return {**tested, "curve": curve, "best": step, "parameters": parameters(model)}
 
 
 def spaced(begins: range, count: int) -> Tensor:

@@ -1,8 +1,5 @@
 """Images, pixel by pixel: what linear and softmax transformers of equal size learn and generate, and how fast."""
 
-import csv
-import io
-import re
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -11,29 +8,21 @@ import torch
 from torch import Tensor
 
 from longspan import data
-from longspan._utils import atomic_io, png, spec
+from longspan._utils import png, spec
 from longspan.attention import build
 from longspan.data import Dataset
 from longspan.generation.sampling import generate
-from longspan.models import checkpoint, likelihood
+from longspan.models import likelihood
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
-from longspan.train import TrainConfig, begun, bits, fit
+from longspan.train import TrainConfig, bits
 from longspan.train.evaluate import default_batch_size
 
 from . import images_report, images_speed, paper
 from .experiment import Buildable, Experiment, Place, Row, setting, training
+from .learning import curve, parameters, slug, train_decoder, trained
 
 DATA = ("digits", "mnist", "cifar10")
-
-
-def slug(attention: str) -> str:
-    """Return a spec as part of a file name.
-
-    >>> slug("softmax(kv_heads=2)")
-    'softmax-kv_heads-2'
-    """
-    return re.sub(r"\W+", "-", attention).strip("-")
 
 
 @dataclass(frozen=True)
@@ -146,15 +135,18 @@ def train(settings: Settings, attention: str, place: Place) -> Row:
     """
     dataset, folder = data.load(settings.data), place.folder / slug(attention)
     config = settings.config(attention, dataset.vocab, dataset.length)
-    fit(config, settings.run(folder), resume=begun(folder))
-    model = trained(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+    model = train_decoder(config, settings.run(folder))
     found = bits(model, dataset, "test", default_batch_size(dataset.length), examples=settings.tests)
     for kind, images, columns in draw(settings, model, dataset, attention, place):
         path = place.folder.parent / f"images-{kind}-{slug(attention)}.png"
         png.save(path, dataset.picture(images.cpu()), columns=columns)
     line = curve(folder)
-    size = sum(p.numel() for p in model.parameters())
-    return {"parameters": size, "curve": line, "validation": min(row[2] for row in line), "test": round(found, 5)}
+    return {
+        "parameters": parameters(model),
+        "curve": line,
+        "validation": min(row[2] for row in line),
+        "test": round(found, 5),
+    }
 
 
 def draw(
@@ -184,29 +176,6 @@ def given(dataset: Dataset, top: float) -> int:
     """Number of given tokens: whole rows of pixels, at least one and not all."""
     height = dataset.grid[0]
     return min(max(round(top * height), 1), height - 1) * dataset.length // height
-
-
-def trained(folder: Path) -> Decoder:
-    """The best checkpoint of a training. Raises ValueError if there is none."""
-    try:
-        return checkpoint.load(folder)
-    except ValueError as error:
-        raise ValueError(f"{error}; delete the experiment's JSON, too, so that the models are trained again") from error
-
-
-def curve(folder: Path) -> list[list]:
-    """A training's evaluations: [[steps made, seconds, validation bits per dim]].
-
-    The seconds are those of the training, evaluations included; those of each process that took part are summed.
-    """
-    found, before, last = [], 0.0, 0.0
-    for row in csv.DictReader(io.StringIO(atomic_io.read_text(folder / "metrics.csv"), newline="")):
-        seconds = float(row["seconds"])
-        # A process that resumes a training counts from zero.
-        before, last = before + (last if seconds < last else 0.0), seconds
-        if row["validation_bits"]:
-            found.append([int(row["step"]), round(before + seconds, 2), round(float(row["validation_bits"]), 5)])
-    return found
 
 
 EXPERIMENT = Experiment(

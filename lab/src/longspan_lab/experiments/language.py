@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from longspan import data
 from longspan._utils import spec
@@ -33,7 +32,7 @@ from .experiment import (
     setting,
 )
 from .families import FAMILIES, Model, Size
-from .learning import finite
+from .learning import finite, keep, parameters, resumed, update
 
 BUDGETS = {"seconds": "each model trains for the same time", "steps": "for the same number of steps"}
 
@@ -140,7 +139,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     }
     return {
         "attention": FAMILIES[name].attention.format(window=settings.window, length=settings.length),
-        "parameters": families.parameters(model),
+        "parameters": parameters(model),
         "steps": kept["step"],
         "seconds": round(kept["seconds"], 2),
         "processor": round(kept["processor"], 2),
@@ -154,8 +153,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
 
 def born(settings: Settings, name: str) -> Model:
     """A model before training; it depends on the seed alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator(settings.seed, "weights").initial_seed())
+    with drawing(settings.seed, "weights"):
         return families.build(name, settings.size())
 
 
@@ -182,11 +180,11 @@ class Reader:
         outputs, _ = self.model(self.model.shift(tokens))
         return -self.model.likelihood.log_prob(outputs, tokens).mean()
 
-    def kept(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The carried state, for a file."""
         return {} if self.stream is None else self.stream.get_extra_state()
 
-    def go_on(self, kept: dict[str, Any]) -> None:
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
         """Resume from a saved state."""
         if self.stream is not None:
             self.stream.set_extra_state(kept)
@@ -200,11 +198,8 @@ def train(settings: Settings, name: str, model: Model, dataset: Dataset, place: 
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     now: Row = {"step": 0, "seconds": 0.0, "processor": 0.0, "curve": []}
     reader = Reader(settings, name, model, dataset)
-    if kept := place.load(name):
+    if kept := resumed(place, name, model=model, optimizer=optimizer, reader=reader):
         now = {key: kept[key] for key in now}
-        model.load_state_dict(kept["model"])
-        optimizer.load_state_dict(kept["optimizer"])
-        reader.go_on(kept["reader"])
     else:
         # Compilation and allocation in the first call are not timed.
         Reader(settings, name, model, dataset).loss(0).backward()
@@ -220,18 +215,13 @@ def train(settings: Settings, name: str, model: Model, dataset: Dataset, place: 
             now["processor"] += time.process_time() - processor
         bits = held_out(settings, name, model, dataset, "validation", settings.evaluate_examples)
         now["curve"] = [*now["curve"], [now["step"], round(now["seconds"], 2), round(bits, 5)]]
-        weights = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "reader": reader.kept()}
-        place.save(name, now | weights)
+        keep(place, name, now, model=model, optimizer=optimizer, reader=reader)
     return now
 
 
 def _step(reader: Reader, optimizer: torch.optim.Optimizer, rate: float, step: int) -> None:
     optimizer.param_groups[0]["lr"] = rate
-    loss = finite(reader.loss(step), f"at step {step}", "--learning-rate")
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(reader.model.parameters(), 1.0)
-    optimizer.step()
+    update(reader.model, optimizer, finite(reader.loss(step), f"at step {step}", "--learning-rate"))
 
 
 def held_out(settings: Settings, name: str, model: Model, dataset: Dataset, split: str, examples: int) -> float:

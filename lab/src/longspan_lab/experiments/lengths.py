@@ -16,7 +16,7 @@ from longspan.modules.positions import parse
 from .._utils import plots
 from .._utils.tables import Table
 from .experiment import Buildable, Experiment, Place, Result, Row, generator, setting
-from .learning import Learning, fresh, learn
+from .learning import Learning, fresh, learn, parameters
 
 UNIVERSAL, TIED, DEEP = "universal", "plain, as many weights", "plain, as wide"
 VARIANTS = (UNIVERSAL, TIED, DEEP)
@@ -123,7 +123,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     name = f"{spec.split(settings.positions).index(positions)}-{VARIANTS.index(kind)}"
     curve = learn(model, Learning(name, settings.seed, settings.updates, settings.rate, loss, look), place)
     right = [copied(model, settings, length) for length in settings.tests]
-    return {"weights": sum(p.numel() for p in model.parameters()), "curve": curve, "right": right}
+    return {"weights": parameters(model), "curve": curve, "right": right}
 
 
 @torch.no_grad()

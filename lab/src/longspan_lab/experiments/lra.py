@@ -15,8 +15,7 @@ from ..data import arena
 from ..data.arena import Arena
 from . import lra_published, lra_report
 from .experiment import DEVICES, Buildable, Experiment, Place, Row, at_least, check_device, generator, setting
-from .images import slug
-from .learning import Learning, learn
+from .learning import Learning, learn, parameters, slug
 from .lra_cost import cost
 from .lra_models import ALL, Classifier, Shape, both, mechanisms, shape, sized
 
@@ -167,7 +166,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
         "accuracy": round(tell("test", most=task.count("test")), 4),
         "majority": round(task.majority("test"), 4),
         "tests": task.count("test"),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": parameters(model),
         "curve": curve,
     }
     # The weights are no longer needed.

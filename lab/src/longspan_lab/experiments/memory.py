@@ -13,6 +13,7 @@ from .._utils import palette, plots
 from .._utils.tables import Table
 from . import agents, tasks
 from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, check_device, generator, setting
+from .learning import keep, parameters, resumed
 from .ppo import Learning, learn, play
 
 LAST = 0.1  # last part of the curve that the table averages
@@ -119,16 +120,13 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     agent = agents.born(seed, kind, dim, *seen, **settings.sizes).to(settings.device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=settings.rate, eps=1e-5)
     name, blocks, first, curve = f"{task}-{kind}-{seed}", settings.steps // settings.each, 0, []
-    if kept := place.load(name):
+    if kept := resumed(place, name, agent=agent, optimizer=optimizer):
         first, curve = kept["blocks"], kept["curve"]
-        agent.load_state_dict(kept["agent"])
-        optimizer.load_state_dict(kept["optimizer"])
     for block in place.track(range(first, blocks), blocks - first, name):
         returns = trained(settings, agent, optimizer, batch, task, seed, block)
         curve.append([(block + 1) * settings.each, round(mean(returns), 5) if returns else None])
-        now = {"blocks": block + 1, "curve": curve, "agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
-        place.save(name, now)
-    return {"parameters": sum(p.numel() for p in agent.parameters()), "dim": dim, "curve": curve}
+        keep(place, name, {"blocks": block + 1, "curve": curve}, agent=agent, optimizer=optimizer)
+    return {"parameters": parameters(agent), "dim": dim, "curve": curve}
 
 
 def trained(
@@ -212,9 +210,6 @@ def draw(plt: Any, result: Result) -> Any:
         axis.grid(alpha=0.3)
     plots.legend(figure, axes.flat)
     return figure
-
-
-# MiniGrid rewards the end of an episode, so the discount is close to one.
 
 
 EXPERIMENT = Experiment(

@@ -14,6 +14,7 @@ from .._utils import palette
 from .._utils.tables import Table
 from . import recall
 from .experiment import Buildable, Experiment, Place, Result, Row, drawing, generator, setting
+from .learning import update
 
 SPECS = (
     "softmax",
@@ -87,8 +88,7 @@ def points(settings: Settings) -> list[Row]:
 def measure(settings: Settings, point: Row, place: Place) -> Row:
     """Train once: accuracy for each number of pairs on new sequences, bytes of the state, steps made."""
     random = generator(settings.seed, point)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(random.initial_seed())
+    with drawing(settings.seed, point):
         model = recall.Recaller(point["spec"], point["dim"], settings.heads, settings.depth, settings.vocab)
     run = TrainConfig(steps=settings.steps, warmup=min(50, settings.steps), learning_rate=point["rate"])
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
@@ -96,11 +96,8 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     while step < settings.steps:
         optimizer.param_groups[0]["lr"] = rate(run, step)
         sequences = draw(settings, settings.pairs[step % len(settings.pairs)], settings.batch, random)
-        optimizer.zero_grad()
         with drawing(settings.seed, point, "step", step):
-            model.loss(sequences).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+            update(model, optimizer, model.loss(sequences))
         step += 1
         if step % EVERY == 0 and min(test(model, settings, settings.batch, random)) >= DONE:
             break

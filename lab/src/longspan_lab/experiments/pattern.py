@@ -1,7 +1,6 @@
 """The choice of keys: images learned under sparse patterns of equal cost."""
 
 import statistics
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,14 @@ import torch
 from longspan import data, patterns
 from longspan._utils import spec
 from longspan.models.config import DecoderConfig
-from longspan.train import TrainConfig, bits, fit
+from longspan.train import TrainConfig, bits
 from longspan.train.evaluate import default_batch_size
 
 from .._utils import plots
 from .._utils.tables import Table
 from .experiment import Buildable, Experiment, Place, Result, Row, setting, training
-from .images import DATA, curve, slug, trained
+from .images import DATA
+from .learning import curve, slug, train_decoder
 
 
 @dataclass(frozen=True)
@@ -84,13 +84,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     """
     dataset, folder = data.load(settings.data), place.folder / f"{slug(point['pattern'])}-{point['seed']}"
     config = settings.config(point["pattern"], dataset.vocab, dataset.length)
-    fit(
-        config,
-        settings.run(folder, point["seed"]),
-        resume=folder.is_dir() and any(folder.iterdir()),
-        progress=sys.stderr.isatty(),
-    )
-    model = trained(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+    model = train_decoder(config, settings.run(folder, point["seed"]))
     found = bits(model, dataset, "test", default_batch_size(dataset.length), examples=settings.tests)
     seen = patterns.causal() & patterns.parse(point["pattern"])
     keys = seen.dense(dataset.length, heads=settings.heads).sum(-1).double().mean().item()

@@ -21,7 +21,7 @@ from ..data import proteins
 from ..data.proteins import Proteins
 from . import published, residues
 from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, check_device, generator, setting
-from .learning import Learning, born, learn
+from .learning import Learning, born, learn, parameters
 from .residues import Asked, Rows
 
 CAUSAL, MASKED = "causal", "masked"
@@ -163,7 +163,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
 
     curve = learn(model, Learning(name, seed, settings.steps, settings.rate, loss, look, settings.every), place)
     figures = tested(model, *questions["test"], settings.batch)
-    return {**figures, "curve": curve, "parameters": sum(p.numel() for p in model.parameters())}
+    return {**figures, "curve": curve, "parameters": parameters(model)}
 
 
 def asked(task: str, rows: Rows, random: torch.Generator, draws: int) -> list[Asked]:

@@ -1,7 +1,6 @@
 """Text in segments: memory, learned spans and auxiliary losses, and the speed of evaluation by states."""
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,13 +13,13 @@ import torch
 from longspan import data
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
-from longspan.train import TrainConfig, begun, fit, streaming_eval
+from longspan.train import TrainConfig, streaming_eval
 from longspan.train.evaluate import default_batch_size, total
 from longspan.train.learned import history
 
 from .._utils.tables import Table
 from .experiment import Buildable, Experiment, Place, Result, Row, setting, training
-from .images import curve, trained
+from .learning import curve, parameters, train_decoder
 
 VANILLA, XL, SPANS, AUXILIARY = "vanilla", "Transformer-XL", "XL + adaptive span", "vanilla + auxiliary losses"
 VARIANTS = {VANILLA: "vanilla", XL: "xl", SPANS: "spans", AUXILIARY: "auxiliary"}
@@ -110,9 +109,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
         return speed(settings, point["attended"])
     kind = point["kind"]
     folder, dataset = place.folder / VARIANTS[kind], data.load(settings.data, settings.length)
-    fit(settings.config(kind), settings.run(kind, folder), resume=begun(folder), progress=sys.stderr.isatty())
-    model = trained(folder)
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model = train_decoder(settings.config(kind), settings.run(kind, folder))
     chosen = settings.tests
     rows = streaming_eval.rows(dataset, "test", chosen)
     ways: dict[str, Callable[[], torch.Tensor]] = {
@@ -124,7 +121,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     recorded = history(folder)
     spans = [z for _, heads in recorded[-1]["spans"] for z in heads] if recorded else None
     return {
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": parameters(model),
         "curve": curve(folder),
         "span": round(mean(spans), 2) if spans else None,
         "tests": {way: _tested(ways[way]) for way in ways},

@@ -1,7 +1,6 @@
 """Learned attention spans, with and without a penalty on their length."""
 
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -13,12 +12,12 @@ from longspan import data
 from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
-from longspan.train import TrainConfig, bits, fit
+from longspan.train import TrainConfig, bits
 from longspan.train.evaluate import default_batch_size
 
 from .._utils.tables import Table
 from .experiment import Buildable, Experiment, Place, Result, Row, setting, training
-from .images import curve, trained
+from .learning import curve, train_decoder, trained
 
 FREE, PRICED, WINDOW = "spans, no penalty", "spans, penalty", "fixed window"
 VARIANTS = {FREE: "free", PRICED: "priced", WINDOW: "window"}
@@ -93,12 +92,9 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     kind = point["kind"]
     folder, dataset = place.folder / VARIANTS[kind], data.load(settings.data, settings.length)
     keys = round(cost(trained(place.folder / VARIANTS[PRICED]))) if kind == WINDOW else 0.0
-    begun = folder.is_dir() and any(folder.iterdir())
-    fit(settings.config(kind, int(keys)), settings.run(kind, folder), resume=begun, progress=sys.stderr.isatty())
-    model, history = trained(folder), []
+    model, history = train_decoder(settings.config(kind, int(keys)), settings.run(kind, folder)), []
     if kind != WINDOW:
         keys, history = cost(model), learned(folder, settings)
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     found = bits(model, dataset, "test", default_batch_size(dataset.length), examples=settings.tests)
     line = [[step, value] for step, _, value in curve(folder)]
     return {"keys": round(keys, 2), "spans": history, "curve": line, "test": round(found, 5)}
@@ -106,7 +102,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
 
 def spans(model: Decoder) -> list[list[float]]:
     """The spans of the heads of each layer, in tokens."""
-    x = torch.zeros(1, 1, model.config.dim)
+    x = torch.zeros(1, 1, model.config.dim, device=model.device)
     return [attention.spans(x)[0, :, 0].tolist() for attention in model.stack.attentions()]  # pyright: ignore[reportCallIssue] (a method of the mechanism)
 
 

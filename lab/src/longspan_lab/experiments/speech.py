@@ -1,6 +1,5 @@
 """Speech recognition with CTC: encoders of equal size, errors on unseen speakers, training time."""
 
-import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -16,18 +15,10 @@ from ..speech import corpora
 from ..speech.corpus import Corpus
 from . import published, speech_report, speech_train
 from .experiment import DEVICES, Buildable, Experiment, Place, Row, check_device, setting
+from .learning import parameters, slug
 from .speech_train import LSTM, Training
 
 DIRECTIONS = ("bidirectional", "causal")
-
-
-def slug(encoder: str) -> str:
-    """An encoder as the name of a folder.
-
-    >>> slug("reformer(rounds=4)")
-    'reformer-rounds-4'
-    """
-    return re.sub(r"\W+", "-", encoder).strip("-")
 
 
 @dataclass(frozen=True)
@@ -139,7 +130,7 @@ def train(settings: Settings, encoder: str, place: Place) -> Row:
         part: {how: _rounded(speech_train.errors(model, held, corpus.labels, beams)) for how, beams in _ways(settings)}
         for part, held in corpus.held.items()
     }
-    return {"parameters": speech_train.size(model), **found, "errors": errors}
+    return {"parameters": parameters(model), **found, "errors": errors}
 
 
 def _ways(settings: Settings) -> list[tuple[str, int]]:

@@ -17,7 +17,7 @@ from longspan.train import TrainConfig, bits, rate
 from .._utils import palette
 from .._utils.tables import Table
 from .experiment import Buildable, Experiment, Place, Result, Row, drawing, setting
-from .learning import finite
+from .learning import finite, update
 
 STARTS = ("swapped", "scratch")
 # Additional weights of a performer: the random rows, which its seed determines.
@@ -144,13 +144,10 @@ def train(model: Decoder, settings: Settings, steps: int, highest: float, first:
         optimizer.param_groups[0]["lr"] = rate(run, step)
         chosen = batch_indices(dataset.count("train"), settings.seed, first + step, settings.batch)
         tokens = dataset.take("train", chosen)
-        optimizer.zero_grad()
         with drawing(settings.seed, "step", first + step):
             outputs, _ = model(model.shift(tokens))
             loss = -model.likelihood.log_prob(outputs, tokens).mean()
-            finite(loss, f"at step {step} of {model.config.attention}").backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+            update(model, optimizer, finite(loss, f"at step {step} of {model.config.attention}"))
         if (step + 1) % settings.every == 0 or step + 1 == steps:
             curve.append([step + 1, validation(model, settings)])
     return curve
