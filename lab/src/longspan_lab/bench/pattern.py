@@ -151,7 +151,7 @@ def definition(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) 
     n, scale = q.shape[1], q.shape[-1] ** -0.5
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if len(rows) == n:
-        out = sparse.dense(q, k, v, pattern, scale=scale)[0]
+        out = sparse.dense(q, k, v, pattern, sparse.Logits(scale))[0]
     else:
         logits = (q[:, :, rows] @ k.mT * scale).masked_fill(~allowed(pattern, rows, n, q.shape[1]), -torch.inf)
         blind = (logits == -torch.inf).all(-1, keepdim=True)
