@@ -1,5 +1,6 @@
 """Agents of equal size: recurrent networks that map observations to action logits and values."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -82,11 +83,9 @@ class Agent(nn.Module):
         attention, prenorm, residual = CORES[known(kind, CORES, "agent")]
         self.read = nn.Linear(observed, dim)
         if attention:
-            size: dict[str, Any] = {"dim": dim, "depth": depth, "heads": heads, "feedforward": 2 * dim}
+            config = StackConfig(dim=dim, depth=depth, heads=heads, feedforward=2 * dim, activation="relu")
             spec = attention.format(memory=memory)
-            self.core: Any = Transformer(
-                StackConfig(**size, attention=spec, activation="relu", prenorm=prenorm, residual=residual)
-            )
+            self.core: Any = Transformer(replace(config, attention=spec, prenorm=prenorm, residual=residual))
         else:
             self.core = LSTM(dim)
         self.policy, self.value = nn.Linear(dim, actions), nn.Linear(dim, 1)

@@ -76,8 +76,8 @@ class Settings(Buildable):
 
     def config(self, attention: str) -> DecoderConfig:
         """The config of the decoder. Raises ValueError for inconsistent sizes."""
-        kind: dict[str, Any] = {"attention": attention, "vocab": self.symbols + 1, "positions": self.positions}
-        return DecoderConfig(**self.same("dim", "depth", "heads", "feedforward", "length"), **kind)
+        same = self.same("dim", "depth", "heads", "feedforward", "length", "positions")
+        return DecoderConfig(attention=attention, vocab=self.symbols + 1, **same)
 
 
 def points(settings: Settings) -> list[Row]:

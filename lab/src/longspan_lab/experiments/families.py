@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -122,8 +123,8 @@ def config(name: str, size: Size) -> DecoderConfig:
 def _config(name: str, size: Size, inner: int) -> DecoderConfig:
     family = FAMILIES[name]
     attention = family.attention.format(window=size.window, length=size.length)
-    same: dict[str, Any] = {"dim": size.dim, "depth": size.depth, "heads": size.heads, "vocab": VOCAB}
-    return DecoderConfig(attention=attention, positions=family.positions, feedforward=inner, **same)
+    config = DecoderConfig(dim=size.dim, depth=size.depth, heads=size.heads, vocab=VOCAB, feedforward=inner)
+    return replace(config, attention=attention, positions=family.positions)
 
 
 def _shapes(config: DecoderConfig) -> nn.Module:

@@ -63,13 +63,9 @@ class Settings(Buildable):
             # As published, these are added before every step; relative positions act in every step anyway.
             depth, positions = 1, "none" if both else positions
             stack = f"universal(steps={self.steps}, coordinates={'both' if both else 'step'!r})"
-        same: dict[str, Any] = {
-            "heads": self.heads,
-            "feedforward": 2 * dim,
-            "attention": self.attention,
-            "stack": stack,
-        }
-        return DecoderConfig(dim=dim, depth=depth, vocab=self.symbols + 1, positions=positions, **same)
+        same = self.same("heads", "attention")
+        size = {"dim": dim, "depth": depth, "feedforward": 2 * dim, "vocab": self.symbols + 1}
+        return DecoderConfig(positions=positions, stack=stack, **size, **same)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -154,7 +150,7 @@ def draw(plt: Any, result: Result) -> Any:
     for (top, bottom), positions in zip(axes.T, kinds, strict=True):
         for row in result["rows"]:
             if row["positions"] == positions:
-                look: dict[str, Any] = {"color": f"C{VARIANTS.index(row['kind'])}", "label": row["kind"]}
+                look = {"color": f"C{VARIANTS.index(row['kind'])}", "label": row["kind"]}
                 top.plot([n for n, *_ in row["right"]], [100 * one for _, one, _ in row["right"]], "o-", **look)
                 bottom.plot([one["step"] for one in row["curve"]], [100 * one["right"] for one in row["curve"]], **look)
         top.axvline(result["settings"]["longest"], color="grey", linewidth=1, linestyle="--")

@@ -63,8 +63,8 @@ class Settings(Buildable):
 
     def config(self, pattern: str, vocab: int = 256, length: int = 784) -> DecoderConfig:
         """A model's config. Raises ValueError for inconsistent sizes."""
-        kind: dict[str, Any] = {"vocab": vocab, "length": length, "positions": "learned", "feedforward": 4 * self.dim}
-        return DecoderConfig(attention=f"sparse(pattern={pattern!r})", **self.same("dim", "depth", "heads"), **kind)
+        kind = {"vocab": vocab, "length": length, "feedforward": 4 * self.dim, **self.same("dim", "depth", "heads")}
+        return DecoderConfig(attention=f"sparse(pattern={pattern!r})", positions="learned", **kind)
 
     def run(self, folder: Path, seed: int) -> TrainConfig:
         """A training in a folder. Raises ValueError for a field out of range."""

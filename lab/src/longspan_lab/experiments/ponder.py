@@ -131,7 +131,7 @@ def draw(plt: Any, result: Result) -> Any:
     figure, grid = plt.subplots(2, 2, figsize=(9.0, 7.4), layout="constrained")
     axes = grid.flat
     for i, row in enumerate(result["rows"]):
-        look: dict[str, Any] = {"color": f"C{i}", "label": label(row)}
+        look = {"color": f"C{i}", "label": label(row)}
         bits = range(1, len(row["errors"]) + 1)
         axes[0].plot(bits, row["ponders"], "o-", markersize=4, **look)
         axes[1].plot(bits, [100 * v for v in row["errors"]], "o-", markersize=4, **look)

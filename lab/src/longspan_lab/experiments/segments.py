@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -81,10 +81,8 @@ class Settings(Buildable):
 
     def run(self, kind: str, folder: Path) -> TrainConfig:
         """A training in a folder. Raises ValueError for a field out of range."""
-        fields: dict[str, Any] = {"stream": True} if kind in STREAMS else {}
-        fields |= {"penalty": self.penalty} if kind == SPANS else {}
-        fields |= {"intermediate": True, "targets": self.targets} if kind == AUXILIARY else {}
-        return training(self, folder, **fields)
+        run = training(self, folder, stream=kind in STREAMS, penalty=self.penalty if kind == SPANS else 0.0)
+        return replace(run, intermediate=True, targets=self.targets) if kind == AUXILIARY else run
 
 
 def _model(settings: Settings, attention: str, **fields: Any) -> DecoderConfig:

@@ -2,7 +2,6 @@
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from longspan._utils import spec
 from longspan.attention import build
@@ -77,8 +76,7 @@ class Settings(Buildable):
 
     def config(self, encoder: str, corpus: Corpus | None = None) -> TranscriberConfig:
         """A model's config; the LSTM has the size of softmax's. Raises ValueError where the sizes do not fit."""
-        names = ("dim", "depth", "heads", "positions", "stride", "context")
-        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        given = self.same("dim", "depth", "heads", "positions", "stride", "context")
         if corpus is not None:
             given |= {"labels": corpus.labels, "features": corpus.features, "rate": corpus.rate}
         attention = "softmax" if encoder == LSTM else encoder
@@ -119,8 +117,7 @@ def train(settings: Settings, encoder: str, place: Place) -> Row:
     """See ``measure``."""
     corpus = settings.corpus()
     model = speech_train.build(encoder, settings.config(encoder, corpus), settings.seed).to(settings.device)
-    same = ("epochs", "batch", "learning_rate", "evaluate_every", "seed")
-    training = Training(slug(encoder), **{name: getattr(settings, name) for name in same})
+    training = Training(slug(encoder), **settings.same("epochs", "batch", "learning_rate", "evaluate_every", "seed"))
     found = speech_train.learn(model, corpus, training, place)
     if isinstance(model, Transcriber):
         kind = settings.data.partition(":")[0]

@@ -55,8 +55,8 @@ class Settings(Buildable):
 
     def config(self, attention: str) -> DecoderConfig:
         """The decoder's: 64 pixels of 17 levels. Raises ValueError for inconsistent sizes."""
-        kind: dict[str, Any] = {"attention": attention, "vocab": 17, "positions": "learned", "length": 64}
-        return DecoderConfig(**self.same("dim", "depth", "heads"), feedforward=4 * self.dim, **kind)
+        size = {**self.same("dim", "depth", "heads"), "feedforward": 4 * self.dim}
+        return DecoderConfig(attention=attention, vocab=17, positions="learned", length=64, **size)
 
     def performer(self, features: int) -> str:
         """The spec of a performer."""
