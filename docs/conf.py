@@ -3,6 +3,8 @@
 from importlib.metadata import version as installed
 from typing import Any
 
+from sphinx.pycode import ModuleAnalyzer
+
 from longspan import list_mechanisms
 from longspan_lab.tools import blocks, cli_page, configs_page, docs_math, docs_pictures, mechanism_pages, tree
 
@@ -37,6 +39,10 @@ def keep_attribute(app: Any, what: str, name: str, obj: Any, options: Any, lines
     """Put an empty comment first: napoleon takes words before a colon in the first line for the type."""
     if what in ("attribute", "data", "property"):
         lines[:0] = ["..", ""]
+
+
+# Overloads differ in the type of the result only, so the signature of the implementation says all.
+ModuleAnalyzer.overloads = property(lambda _: {}, lambda _, found: None)  # pyright: ignore[reportAttributeAccessIssue] (an attribute)
 
 
 def setup(app: Any) -> None:

@@ -105,7 +105,7 @@ def test_the_definition_is_the_dense_one(text, chosen):
     rows, value = torch.tensor(chosen), patterns.parse(text)
     found = pattern.definition(value, *given, rows=rows)
     expected = (
-        sparse.dense(*(t.transpose(1, 2) for t in given), pattern=value, scale=5**-0.5)[0]
+        sparse.dense(*(t.transpose(1, 2) for t in given), pattern=value, how=sparse.Logits(5**-0.5))[0]
         .transpose(1, 2)
         .flatten(2)[:, rows]
     )
@@ -184,7 +184,7 @@ def test_flex_takes_part_forward_only_and_its_failure_is_not_ours(capsys, monkey
 
     def flex(value, heads):
         asked.append(heads)
-        return lambda q, k, v: sparse.dense(q, k, v, value, scale=0.5)[0]
+        return lambda q, k, v: sparse.dense(q, k, v, value, sparse.Logits(0.5))[0]
 
     monkeypatch.setattr(pattern, "_flex", flex)
     words = ["--patterns", "band(5)", "--lengths", "17,29", "--matrix", "17"]

@@ -219,7 +219,7 @@ def test_no_weights_of_low_rank_beat_the_bound(features):
 
 def test_training_stores_as_many_associations_as_there_are_features():
     """On a small scale what the experiment shows on a large one: C keys without a loss, and a bound beyond."""
-    settings = replace(capacity.QUICK, steps=600, rate=1e-2, tests=3, queries=32)
+    settings = replace(capacity.EXPERIMENT.quick, steps=600, rate=1e-2, tests=3, queries=32)
     losses = {}
     for keys in (6, 24):
         point = {"keys": keys, "replaced": False, "rule": "sum", "kind": "dpfp1"}
@@ -229,7 +229,7 @@ def test_training_stores_as_many_associations_as_there_are_features():
 
 
 def test_the_delta_rule_corrects_what_the_sum_cannot():
-    settings = replace(capacity.QUICK, steps=600, rate=1e-2, tests=5, queries=32)
+    settings = replace(capacity.EXPERIMENT.quick, steps=600, rate=1e-2, tests=5, queries=32)
     found = {
         rule: capacity.measure(settings, {"keys": 5, "replaced": True, "rule": rule, "kind": "dpfp1"}, NOWHERE)
         for rule in retrieval.BASIC
@@ -252,7 +252,7 @@ def test_published_figures_are_of_kinds_that_are_there():
 
 @pytest.mark.parametrize("estimator", approximation.ESTIMATORS)
 def test_independent_rows_have_the_variance_of_the_formula(estimator):
-    settings = replace(approximation.QUICK, pairs=20000, angles=(0, 40, 90, 135, 180))
+    settings = replace(approximation.EXPERIMENT.quick, pairs=20000, angles=(0, 40, 90, 135, 180))
     row = approximation.measure(settings, {"features": 8, "estimator": estimator, "rows": "iid"}, NOWHERE)
     for measured, error, formula in zip(row["kernel"], row["kernel_se"], row["formula"], strict=True):
         assert abs(measured - formula) <= 4 * error + 1e-12
@@ -260,7 +260,7 @@ def test_independent_rows_have_the_variance_of_the_formula(estimator):
 
 @pytest.mark.parametrize("estimator", approximation.ESTIMATORS)
 def test_orthogonal_rows_are_no_worse(estimator):
-    settings = replace(approximation.QUICK, pairs=5000)
+    settings = replace(approximation.EXPERIMENT.quick, pairs=5000)
     iid, orthogonal = (
         approximation.measure(settings, {"features": 8, "estimator": estimator, "rows": rows}, NOWHERE)
         for rows in approximation.ROWS
@@ -271,15 +271,15 @@ def test_orthogonal_rows_are_no_worse(estimator):
 
 
 def test_pairs_have_length_1_and_their_angles():
-    q, k = approximation.pairs(replace(approximation.QUICK, size=5))
+    q, k = approximation.pairs(replace(approximation.EXPERIMENT.quick, size=5))
     torch.testing.assert_close(q.norm(dim=-1), torch.ones_like(q[..., 0]))
     torch.testing.assert_close(k.norm(dim=-1), torch.ones_like(q[..., 0]))
     cosines = (q * k).sum(-1)[:, 0]
-    torch.testing.assert_close(cosines, torch.tensor(approximation.QUICK.angles).double().deg2rad().cos())
+    torch.testing.assert_close(cosines, torch.tensor(approximation.EXPERIMENT.quick.angles).double().deg2rad().cos())
 
 
 def test_the_error_of_the_output_shrinks_with_the_root_of_the_features():
-    settings = replace(approximation.QUICK, length=29, draws=30, pairs=2)
+    settings = replace(approximation.EXPERIMENT.quick, length=29, draws=30, pairs=2)
     few, many = (
         approximation.measure(settings, {"features": count, "estimator": "hyperbolic", "rows": "iid"}, NOWHERE)
         for count in (32, 2048)
@@ -297,5 +297,7 @@ def test_a_map_of_two_features_a_row_gets_half_the_rows(estimator, rows, monkeyp
         return sample(count, features, *arguments, **options)
 
     monkeypatch.setattr(random_features, "sample", recorded)
-    approximation.measure(approximation.QUICK, {"features": 8, "estimator": estimator, "rows": "iid"}, NOWHERE)
+    approximation.measure(
+        approximation.EXPERIMENT.quick, {"features": 8, "estimator": estimator, "rows": "iid"}, NOWHERE
+    )
     assert set(drawn) == {rows}

@@ -15,7 +15,7 @@ from longspan_lab.experiments import copying
 from longspan_lab.experiments.experiment import Place
 from mistaken import refused
 
-SMALL = replace(copying.QUICK, steps=13, drop_at=7)
+SMALL = replace(copying.EXPERIMENT.quick, steps=13, drop_at=7)
 
 
 @pytest.fixture
@@ -80,18 +80,18 @@ def test_the_loss_counts_the_second_half_alone():
 
 
 def test_first_weights_are_those_of_pytorch():
-    model = copying.fresh(copying.Settings(), "linear", 0)
+    model = copying.fresh(copying.Settings().config("linear"), 0)
     layer = model.stack.blocks[0].feedforward.expand
     # Uniform up to 1 / sqrt(columns).
     assert layer.weight.abs().max().item() == pytest.approx(128**-0.5, rel=1e-3)
     assert model.embedding.tokens.weight.std().item() == pytest.approx(1, abs=0.1)
-    again, other = (copying.fresh(copying.Settings(), "linear", seed).head.weight for seed in (0, 1))
+    again, other = (copying.fresh(copying.Settings().config("linear"), seed).head.weight for seed in (0, 1))
     assert torch.equal(model.head.weight, again)
     assert not torch.equal(again, other)
 
 
 def test_an_untrained_model_guesses():
-    model, tokens = copying.fresh(SMALL, "linear", 0), copying.draw(SMALL, 50, 0, "test")
+    model, tokens = copying.fresh(SMALL.config("linear"), 0), copying.draw(SMALL, 50, 0, "test")
     assert copying.test(model, tokens) == pytest.approx(math.log(4), abs=0.3)
 
 

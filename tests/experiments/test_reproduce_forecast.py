@@ -131,7 +131,7 @@ def test_ridge_is_the_least_of_what_it_minimizes():
 
 
 def test_ridge_learns_from_training_alone_and_validation_chooses():
-    settings, point = forecast.QUICK, {"model": forecast.LINEAR, "horizon": 6}
+    settings, point = forecast.EXPERIMENT.quick, {"model": forecast.LINEAR, "horizon": 6}
     found = series.load("synthetic", 0)
     row = forecast.measure(settings, point, Place(Path("nowhere"), lambda items, *_: items))
     ridge = Ridge(found.values, found.windows("train", 24, 6), 24, 6)
@@ -177,7 +177,7 @@ def test_windows_are_the_published_ones():
 def test_the_weights_that_are_tested_are_the_best_of_validation(tmp_path):
     """With a rate that ruins the model, the first look is the best."""
     place = Place(tmp_path, lambda items, *_: items)
-    settings = replace(forecast.QUICK, rate=1000.0, steps=6)
+    settings = replace(forecast.EXPERIMENT.quick, rate=1000.0, steps=6)
     row = forecast.measure(settings, {"model": "linear", "horizon": 6, "seed": 0}, place)
     best = min(row["curve"], key=lambda look: look["mse"])
     assert row["best"] == best["step"] < 6
@@ -186,7 +186,7 @@ def test_the_weights_that_are_tested_are_the_best_of_validation(tmp_path):
 
 def test_what_was_interrupted_within_a_training_goes_on(tmp_path):
     point = {"model": "linear", "horizon": 6, "seed": 0}
-    whole = forecast.measure(forecast.QUICK, point, Place(tmp_path / "whole", lambda items, *_: items))
+    whole = forecast.measure(forecast.EXPERIMENT.quick, point, Place(tmp_path / "whole", lambda items, *_: items))
 
     def stopped(items, *_):
         for step in items:
@@ -195,10 +195,10 @@ def test_what_was_interrupted_within_a_training_goes_on(tmp_path):
             yield step
 
     with pytest.raises(KeyboardInterrupt):
-        forecast.measure(forecast.QUICK, point, Place(tmp_path / "part", stopped))
+        forecast.measure(forecast.EXPERIMENT.quick, point, Place(tmp_path / "part", stopped))
     steps = []
     place = Place(tmp_path / "part", lambda items, *_: (steps.append(step) or step for step in items))
-    assert forecast.measure(forecast.QUICK, point, place) == whole
+    assert forecast.measure(forecast.EXPERIMENT.quick, point, place) == whole
     assert steps == [2, 3]
 
 
@@ -223,7 +223,7 @@ def test_seeds_make_other_models_and_the_tables_have_their_means(tmp_path):
     first, trained = forecast.tables({"settings": settings, "rows": rows})
     assert first[1:] == [[forecast.VALUE, "2.000 / 1.000"], ["linear", "1.500 / 0.500"]]
     assert trained[2] == ["linear", "6", "1", "1,234", "2", "3.000", "4.000"]
-    one, two = (forecast.QUICK.model("linear", 7, seed).state_dict() for seed in (0, 1))
+    one, two = (forecast.EXPERIMENT.quick.model("linear", 7, seed).state_dict() for seed in (0, 1))
     assert not torch.equal(one["head.weight"], two["head.weight"])
 
 

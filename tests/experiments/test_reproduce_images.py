@@ -24,10 +24,10 @@ from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import objectives
 from longspan_lab.bench import case, throughput
-from longspan_lab.experiments import images, images_report, images_speed, paper
+from longspan_lab.experiments import images, images_report, images_speed, learning, paper
 from longspan_lab.experiments.experiment import Place
 
-SMALL = replace(images.QUICK, steps=6, evaluate_every=2, schedule="constant", samples=7, top=0.3)
+SMALL = replace(images.EXPERIMENT.quick, steps=6, evaluate_every=2, schedule="constant", samples=7, top=0.3)
 LINEAR, SOFTMAX = ({"what": "training", "attention": name} for name in ("linear", "softmax"))
 
 
@@ -152,7 +152,7 @@ def test_seconds_of_all_processes_are_summed(tmp_path):
         "50,1,2.0,9.5",
     ]
     (tmp_path / "metrics.csv").write_text("\n".join(lines))
-    assert images.curve(tmp_path) == [[20, 11.0, 2.5], [30, 14.0, 2.25], [50, 20.5, 2.0]]
+    assert learning.curve(tmp_path) == [[20, 11.0, 2.5], [30, 14.0, 2.25], [50, 20.5, 2.0]]
 
 
 def canvas(path: Path) -> np.ndarray:

@@ -19,11 +19,11 @@ from longspan import data
 from longspan.cli.entry import WRONG, main
 from longspan.generation.sampling import generate
 from longspan.models.decoder import Decoder
-from longspan_lab.experiments import families, language, published
+from longspan_lab.experiments import families, language, learning, published
 from longspan_lab.experiments.experiment import Place
 from longspan_lab.experiments.families import FAMILIES, LSTM
 
-LAPTOP, QUICK = language.EXPERIMENT.scales["laptop"], language.QUICK
+LAPTOP, QUICK = language.EXPERIMENT.scales["laptop"], language.EXPERIMENT.quick
 
 
 def track(items, *_):
@@ -50,12 +50,12 @@ def dataset(text):
 @pytest.mark.parametrize("size", [LAPTOP.size(), replace(LAPTOP, dim=64, depth=4, heads=2).size()])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_models_are_of_equal_size(name, size):
-    target = families.parameters(families._shapes(families.config("softmax", size)))
+    target = learning.parameters(families._shapes(families.config("softmax", size)))
     model: Any = families.model_memory.shapes(lambda: families.build(name, size))
-    assert abs(families.parameters(model) / target - 1) < 0.02
+    assert abs(learning.parameters(model) / target - 1) < 0.02
     if isinstance(model, LSTM):
         # The width is chosen by a formula.
-        assert families.parameters(model) == families._lstm(families.width(size), size.layers)
+        assert learning.parameters(model) == families._lstm(families.width(size), size.layers)
     else:
         assert (model.config.dim, model.config.depth) == (size.dim, size.depth)
 
@@ -182,7 +182,7 @@ def test_training_learns_and_the_figures_say_how_much(tmp_path):
     assert row["curve"][1][2] < row["curve"][0][2]
     assert row["training"] == pytest.approx(60 * 4 * 16 / row["seconds"], rel=0.1)
     assert set(row["generation"]) == {"1", "2"}
-    assert row["parameters"] == families.parameters(language.born(settings, "lstm"))
+    assert row["parameters"] == learning.parameters(language.born(settings, "lstm"))
 
 
 def test_a_budget_of_time_ends_with_the_time(text, dataset, tmp_path, monkeypatch):
@@ -215,7 +215,7 @@ def test_the_memory_reads_on_where_it_was(text, dataset):
     assert first[0] == alone[0]
     assert first[1:] != alone[1:]
     other = language.Reader(settings, "transformer_xl", model, dataset)
-    other.go_on(reader.kept())
+    other.load_state_dict(reader.state_dict())
     assert other.loss(3).item() == reader.loss(3).item()
 
 

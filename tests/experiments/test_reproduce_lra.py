@@ -112,7 +112,9 @@ def test_centres_of_routing_move_and_picks_of_sac_earn_the_likelihood():
 
 
 class TestTrainings:
-    settings = replace(lra.QUICK, examples=40, tests=20, image_steps=150, dim=16, heads=2, batch=20, rate=1e-2)
+    settings = replace(
+        lra.EXPERIMENT.quick, examples=40, tests=20, image_steps=150, dim=16, heads=2, batch=20, rate=1e-2
+    )
     point = {"what": "training", "task": "image", "mechanism": "softmax"}  # noqa: RUF012
 
     def test_something_is_learned(self, tmp_path):
@@ -153,7 +155,7 @@ class TestTrainings:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
     def test_points_end_with_what_wants_a_quiet_machine(self):
-        found = lra.points(lra.LAPTOP)
+        found = lra.points(lra.Settings())
         kinds = [point["what"] for point in found]
         assert kinds == sorted(kinds, reverse=True)
         assert {p["mechanism"] for p in found if p["what"] == "cost"} == set(longspan.list_mechanisms())
@@ -208,10 +210,10 @@ class TestCosts:
             raise Refused("its process ended with code -9: killed, perhaps for want of memory")
 
         monkeypatch.setattr(lra_cost, "weighed", fails)
-        row = lra.measure(lra.QUICK, {"what": "cost", "mechanism": "softmax"}, NOWHERE)
+        row = lra.measure(lra.EXPERIMENT.quick, {"what": "cost", "mechanism": "softmax"}, NOWHERE)
         assert row["refused"].startswith("its process ended")
         monkeypatch.setattr(lra_cost, "weighed", lambda *_: 2.5)
-        row = lra.measure(lra.QUICK, {"what": "cost", "mechanism": "softmax"}, NOWHERE)
+        row = lra.measure(lra.EXPERIMENT.quick, {"what": "cost", "mechanism": "softmax"}, NOWHERE)
         assert row["mb"] == 2.5
         assert row["steps_per_second"] > 0
 

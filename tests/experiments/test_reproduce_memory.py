@@ -209,7 +209,7 @@ class TestAgents:
             state = after
 
     def test_agents_are_of_equal_size(self, kind):
-        for settings, observed, actions in ((memory.Settings(), 4, 4), (memory.GPU, 980, 7)):
+        for settings, observed, actions in ((memory.Settings(), 4, 4), (memory.EXPERIMENT.scales["gpu"], 980, 7)):
             sizes, seen = settings.sizes, (observed, actions)
             dim = agents.fitting(kind, settings.parameters, *seen, **sizes)
             assert dim % settings.heads == 0
@@ -313,7 +313,7 @@ class TestTasks:
         assert sum(returns) / len(returns) == pytest.approx(tasks.TASKS[name].blind, abs=0.05)
 
     def test_a_training_goes_on_where_it_was_killed(self, tmp_path):
-        settings = replace(memory.QUICK, steps=440)
+        settings = replace(memory.EXPERIMENT.quick, steps=440)
 
         def killed(items, *_):
             for i, item in enumerate(items):
@@ -345,13 +345,13 @@ class TestTasks:
             return found[-1]
 
         monkeypatch.setattr(memory, "play", kept)
-        point = memory.points(memory.QUICK)[1]
-        row = memory.measure(memory.QUICK, point, Place(tmp_path, lambda items, *_: items))
+        point = memory.points(memory.EXPERIMENT.quick)[1]
+        row = memory.measure(memory.EXPERIMENT.quick, point, Place(tmp_path, lambda items, *_: items))
         means = [round(sum(returns) / len(returns), 5) for *_, returns in found]
         assert [value for _, value in row["curve"]] == means
         # Two environments, a rollout of 55 steps and episodes of 51: a block ends one each.
         assert [len(returns) for *_, returns in found] == [2, 2]
-        assert row["parameters"] == agents.count("GTrXL", row["dim"], 4, 4, **memory.QUICK.sizes)
+        assert row["parameters"] == agents.count("GTrXL", row["dim"], 4, 4, **memory.EXPERIMENT.quick.sizes)
         assert not torch.equal(found[0][0].observations, found[1][0].observations)
         assert bool(found[1][0].first[:, 0].all())
 

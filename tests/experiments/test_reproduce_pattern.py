@@ -29,7 +29,7 @@ def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypat
 
 
 def test_a_model_has_the_pattern_and_sees_no_later_key():
-    settings = pattern.QUICK
+    settings = pattern.EXPERIMENT.quick
     for name in settings.names():
         model = Decoder(settings.config(name, 17, 64))
         (attention,) = model.stack.attentions()
@@ -56,7 +56,7 @@ def test_a_run_measures_and_tells_differences_by_seed(capsys, tmp_path):
         for name, tests in (("band(8)", (2.0, 2.5, 3.0)), ("band(4) | columns(8)", (1.9, 2.3, 2.7)))
         for seed, test in enumerate(tests)
     ]
-    settings = {**vars(replace(pattern.QUICK)), "seeds": [0, 1, 2]}
+    settings = {**vars(replace(pattern.EXPERIMENT.quick)), "seeds": [0, 1, 2]}
     ((head, first, second),) = pattern.tables({"settings": settings, "rows": rows})
     assert head[3:] == ["less than the first", "standard errors"]
     assert first == ["band(8)", "3.0", "2.5000", "", ""]

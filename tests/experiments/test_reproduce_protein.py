@@ -120,7 +120,7 @@ def test_in_tests_every_residue_is_asked_once_and_masked():
 @pytest.mark.parametrize("name", protein.SPECS)
 def test_a_model_sees_its_own_protein_alone_and_not_what_it_is_to_tell(task, name):
     """Another neighbor changes nothing; nor does another residue at a place that is asked for, or later if causal."""
-    settings = replace(protein.QUICK, specs=name)
+    settings = replace(protein.EXPERIMENT.quick, specs=name)
     model = settings.model(task, name, 0).double()
     rows = residues.rows(sequences(9, 8), 20)
     random = torch.Generator().manual_seed(1)
@@ -151,7 +151,7 @@ def test_a_model_sees_its_own_protein_alone_and_not_what_it_is_to_tell(task, nam
 
 def test_figures_are_of_the_residues_that_are_asked_for():
     rows = residues.rows(sequences(9, 8), 20)
-    settings = protein.QUICK
+    settings = protein.EXPERIMENT.quick
     model = settings.model(CAUSAL, "softmax", 0)
     question = residues.causal(rows)
     found = protein.tested(model, rows, [question], 1)
@@ -176,7 +176,7 @@ def test_frequencies_are_counted_in_training():
 def test_the_frequencies_are_those_of_training(monkeypatch):
     seen = []
     monkeypatch.setattr(protein, "unigram", lambda counts, rows, questions: seen.append(counts) or {})
-    protein.measure(protein.QUICK, {"task": CAUSAL, "model": UNIGRAM}, NOWHERE)
+    protein.measure(protein.EXPERIMENT.quick, {"task": CAUSAL, "model": UNIGRAM}, NOWHERE)
     found = proteins.load("synthetic", 0)
     train = torch.cat([found.sequences[i] for i in found.splits["train"].tolist()]).long()
     assert all(torch.equal(counts, torch.bincount(train, minlength=LEVELS)) for counts in seen)
@@ -185,7 +185,7 @@ def test_the_frequencies_are_those_of_training(monkeypatch):
 def test_a_model_that_learns_beats_the_frequencies(tmp_path):
     """The synthetic proteins' residues depend on the one before, which one block can learn."""
     sizes: dict = {"dim": 16, "steps": 60, "batch": 8, "rate": 1e-2, "every": 60}
-    settings, place = replace(protein.QUICK, specs="linear", **sizes), Place(tmp_path, NOWHERE.track)
+    settings, place = replace(protein.EXPERIMENT.quick, specs="linear", **sizes), Place(tmp_path, NOWHERE.track)
     frequencies, learned = (
         protein.measure(settings, point, place)
         for point in ({"task": CAUSAL, "model": UNIGRAM}, {"task": CAUSAL, "model": "linear", "seed": 0})
@@ -197,7 +197,7 @@ def test_a_model_that_learns_beats_the_frequencies(tmp_path):
 
 def test_what_was_interrupted_within_a_training_goes_on(tmp_path):
     point = {"task": MASKED, "model": "softmax", "seed": 0}
-    whole = protein.measure(protein.QUICK, point, Place(tmp_path / "whole", lambda items, *_: items))
+    whole = protein.measure(protein.EXPERIMENT.quick, point, Place(tmp_path / "whole", lambda items, *_: items))
 
     def stopped(items, *_):
         for step in items:
@@ -206,10 +206,10 @@ def test_what_was_interrupted_within_a_training_goes_on(tmp_path):
             yield step
 
     with pytest.raises(KeyboardInterrupt):
-        protein.measure(protein.QUICK, point, Place(tmp_path / "part", stopped))
+        protein.measure(protein.EXPERIMENT.quick, point, Place(tmp_path / "part", stopped))
     steps = []
     place = Place(tmp_path / "part", lambda items, *_: (steps.append(step) or step for step in items))
-    assert protein.measure(protein.QUICK, point, place) == whole
+    assert protein.measure(protein.EXPERIMENT.quick, point, place) == whole
     assert steps == [2, 3]
 
 
@@ -219,15 +219,15 @@ def test_all_models_are_asked_the_same_in_tests(monkeypatch):
     monkeypatch.setattr(protein, "tested", lambda model, rows, questions, batch: seen.append(questions) or {})
     monkeypatch.setattr(protein, "unigram", lambda counts, rows, questions: seen.append(questions) or {})
     for name in ("softmax", "performer(map='relu')"):
-        protein.measure(protein.QUICK, {"task": MASKED, "model": name, "seed": 0}, NOWHERE)
-    protein.measure(protein.QUICK, {"task": MASKED, "model": UNIGRAM}, NOWHERE)
+        protein.measure(protein.EXPERIMENT.quick, {"task": MASKED, "model": name, "seed": 0}, NOWHERE)
+    protein.measure(protein.EXPERIMENT.quick, {"task": MASKED, "model": UNIGRAM}, NOWHERE)
     one, two, _, frequencies = seen
     for other in (two, frequencies):
         assert all(torch.equal(a.asked, b.asked) for a, b in zip(one, other, strict=True))
 
 
 def test_models_differ_by_seed_and_share_their_sizes():
-    settings = protein.QUICK
+    settings = protein.EXPERIMENT.quick
     one, same, other = (settings.model(MASKED, "linear", seed).state_dict()["head.weight"] for seed in (0, 0, 1))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)

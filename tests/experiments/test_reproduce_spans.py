@@ -31,7 +31,7 @@ def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypat
 
 
 def decoder(fractions):
-    model = Decoder(spans.QUICK.config(spans.PRICED))
+    model = Decoder(spans.EXPERIMENT.quick.config(spans.PRICED))
     for part, values in zip(model.stack.attentions(), fractions, strict=True):
         part.fraction.data = torch.tensor(values)
     return model
@@ -64,7 +64,7 @@ def test_a_run_keeps_the_spans_of_every_look(capsys, tmp_path):
     assert "spans of the heads" in capsys.readouterr().out
     assert (tmp_path / "spans.png").stat().st_size > 10_000
     place = Place(tmp_path / "spans-work", lambda items, total, label: items)
-    free, priced, window = (spans.measure(spans.QUICK, {"kind": kind}, place) for kind in spans.VARIANTS)
+    free, priced, window = (spans.measure(spans.EXPERIMENT.quick, {"kind": kind}, place) for kind in spans.VARIANTS)
     assert [step for step, _ in priced["spans"]] == [0, 2, 4]
     assert priced["spans"][0][1] == [[8.0, 8.0], [8.0, 8.0]]
     assert priced["spans"][-1][1] == [[round(z, 2) for z in layer] for layer in spans.spans(last(place, "priced"))]

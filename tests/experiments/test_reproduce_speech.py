@@ -14,12 +14,12 @@ import torch
 from longspan.cli.entry import main
 from longspan.models import checkpoint
 from longspan.models.transcriber import Transcriber
-from longspan_lab.experiments import EXPERIMENTS, published, runner, speech, speech_report, speech_train
+from longspan_lab.experiments import EXPERIMENTS, learning, published, runner, speech, speech_report, speech_train
 from longspan_lab.experiments.experiment import Place
 from longspan_lab.speech import corpora
 from mistaken import refused
 
-QUICK = speech.QUICK
+QUICK = speech.EXPERIMENT.quick
 MISTAKES = {
     "speech --data fsd": "unknown corpus of speech 'fsd' (did you mean 'fsdd'?); known: an4, fsdd, tones",
     "speech --data an4": "an4 cannot be downloaded; if you have its files, pass an4:FOLDER",
@@ -48,7 +48,7 @@ def test_mistakes_are_one_line(line, capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize("direction", speech.DIRECTIONS)
 def test_encoders_have_as_many_parameters(settings, direction):
     settings = replace(settings, direction=direction)
-    sizes = {name: speech_train.size(speech_train.build(name, settings.config(name), 0)) for name in settings.names()}
+    sizes = {name: learning.parameters(speech_train.build(name, settings.config(name), 0)) for name in settings.names()}
     assert len(sizes) >= 3
     # Reformer has one map for queries and keys.
     assert max(sizes.values()) / min(sizes.values()) < 1.1

@@ -41,7 +41,7 @@ class Killed(Exception):
 @pytest.mark.parametrize("module", [ponder, lengths])
 def test_a_training_goes_on_where_it_was_killed(module, tmp_path, monkeypatch):
     monkeypatch.setattr(learning, "KEEP", 2)
-    settings = replace(module.QUICK, **{"steps" if module is ponder else "updates": 5})
+    settings = replace(module.EXPERIMENT.quick, **{"steps" if module is ponder else "updates": 5})
 
     def killed(items, *_):
         for i, item in enumerate(items):
@@ -59,14 +59,14 @@ def test_a_training_goes_on_where_it_was_killed(module, tmp_path, monkeypatch):
 
 class TestPonder:
     def test_parities(self):
-        bits, parity = ponder.draw_bits(replace(ponder.QUICK, bits=6), 50, "test")
+        bits, parity = ponder.draw_bits(replace(ponder.EXPERIMENT.quick, bits=6), 50, "test")
         assert parity.tolist() == [[sum(row[: t + 1]) % 2 for t in range(6)] for row in bits.tolist()]
         assert 0.3 < bits.double().mean() < 0.7
-        assert not torch.equal(bits, ponder.draw_bits(replace(ponder.QUICK, bits=6), 50, "train", 0)[0])
+        assert not torch.equal(bits, ponder.draw_bits(replace(ponder.EXPERIMENT.quick, bits=6), 50, "train", 0)[0])
 
     def test_a_bit_reaches_as_far_as_there_are_steps(self):
         """With a window of two, which is what makes t bits need t steps."""
-        settings = replace(ponder.QUICK, bits=8, cap=3)
+        settings = replace(ponder.EXPERIMENT.quick, bits=8, cap=3)
         model = learning.fresh(settings.config(0.0), 0)
         bits = torch.zeros(1, 8, dtype=torch.long)
         other = bits.clone()
@@ -75,7 +75,7 @@ class TestPonder:
         assert (moved > 1e-7).tolist() == [False, *[True] * 4, *[False] * 3]
 
     def test_by_bits(self):
-        settings = replace(ponder.QUICK, bits=5, cap=4)
+        settings = replace(ponder.EXPERIMENT.quick, bits=5, cap=4)
         bits, parity = ponder.draw_bits(settings, 30, "test")
         model = learning.fresh(settings.config(0.01), 0)
         found = ponder.by_bits(model, bits, parity)
@@ -90,7 +90,7 @@ class TestPonder:
 
 class TestLengths:
     def test_sequences(self):
-        tokens = lengths.sequences(lengths.QUICK, 5, 3, "test")
+        tokens = lengths.sequences(lengths.EXPERIMENT.quick, 5, 3, "test")
         assert tokens.shape == (5, 8)
         assert torch.equal(tokens[:, :4], tokens[:, 4:])
         assert (tokens[:, 0] == 0).all()
@@ -106,7 +106,7 @@ class TestLengths:
     @pytest.mark.parametrize("kind", lengths.VARIANTS)
     def test_offsets_move_the_positions_of_every_model(self, kind):
         """Equal to the outputs after as many masked tokens, at the same positions."""
-        settings = replace(lengths.QUICK, longest=2)
+        settings = replace(lengths.EXPERIMENT.quick, longest=2)
         model = learning.fresh(settings.config(kind, "sinusoidal"), 0).double().eval()
         tokens = lengths.sequences(settings, 2, 2, "test")
         plain = lengths.outputs_of(model, tokens, None)
@@ -117,7 +117,7 @@ class TestLengths:
         assert (moved[1] - plain[1]).abs().max() > 1e-3
 
     def test_what_is_counted(self, monkeypatch):
-        settings = replace(lengths.QUICK, count=2)
+        settings = replace(lengths.EXPERIMENT.quick, count=2)
         tokens = lengths.sequences(settings, 2, 4, "test", 4)
         said = torch.nn.functional.one_hot(tokens[:, -4:], 5).double()
         said[1, 2] = said[1, 2].roll(1)

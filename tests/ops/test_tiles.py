@@ -72,7 +72,9 @@ def hold(text: str, n: int, **sizes):
     pattern = patterns.parse(text)
     wide = (k.repeat_interleave(2 // k.shape[1], 1), v.repeat_interleave(2 // k.shape[1], 1))
     agree(
-        sparse.attend(q, k, v, pattern, layer=1), sparse.dense(q, *wide, pattern, scale=5**-0.5, layer=1)[0], (q, k, v)
+        sparse.attend(q, k, v, pattern, layer=1),
+        sparse.dense(q, *wide, pattern, sparse.Logits(5**-0.5, layer=1))[0],
+        (q, k, v),
     )
 
 
@@ -95,7 +97,7 @@ def test_shared_key_heads():
 def test_the_dense_form_is_a_softmax_over_the_allowed_keys():
     q, k, v = (x[0, 0].detach() for x in inputs(23))
     pattern = patterns.parse("causal - band(2)")
-    found = sparse.dense(q[None, None], k[None, None], v[None, None], pattern, scale=1.0)[0][0, 0]
+    found = sparse.dense(q[None, None], k[None, None], v[None, None], pattern, sparse.Logits(1.0))[0][0, 0]
     for i in range(23):
         seen = [j for j in range(23) if j <= i - 3]
         weights = [float((q[i] @ k[j]).exp()) for j in seen]
@@ -107,7 +109,7 @@ def test_the_log_sums_are_those_of_the_dense_form():
     q, k, v = inputs(67, values=5)
     pattern = patterns.parse("causal & (strided(17) - band(3))")
     lse = blockwise.attend(q, k, v, pattern, layer=0, scale=1.0)[1]
-    torch.testing.assert_close(lse, sparse.dense(q, k, v, pattern, scale=1.0)[2], rtol=0, atol=1e-12)
+    torch.testing.assert_close(lse, sparse.dense(q, k, v, pattern, sparse.Logits(1.0))[2], rtol=0, atol=1e-12)
     assert not lse.requires_grad
 
 
@@ -149,7 +151,7 @@ def test_scores_and_their_gradients(text):
     q, k, v = inputs(67)
     rate = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     pattern = patterns.parse(text)
-    slow = sparse.dense(q, k, v, pattern, bias=Slope(rate), scale=5**-0.5)[0]
+    slow = sparse.dense(q, k, v, pattern, sparse.Logits(5**-0.5, Slope(rate)))[0]
     agree(sparse.attend(q, k, v, pattern, bias=Slope(rate)), slow, (q, k, v, rate))
 
 
@@ -157,7 +159,7 @@ def test_a_tensor_of_scores_and_its_gradient():
     q, k, v = inputs(37)
     table = torch.randn(2, 37, 37, dtype=torch.float64, requires_grad=True)
     pattern = patterns.parse("band(9)")
-    slow = sparse.dense(q, k, v, pattern, bias=table, scale=5**-0.5)[0]
+    slow = sparse.dense(q, k, v, pattern, sparse.Logits(5**-0.5, table))[0]
     agree(longspan.sparse_attention(q, k, v, "band(9)", bias=table), slow, (q, k, v, table))
     mask = torch.ones(2, 37, dtype=torch.bool)
     agree(longspan.sparse_attention(q, k, v, "band(9)", bias=table, mask=mask), slow, (q, k, v, table))
@@ -180,7 +182,7 @@ def narrow(text: str, n: int, dtype: torch.dtype, way: str, **sizes) -> float:
     with longspan.backend(way):
         out = sparse.attend(*leaves, patterns.parse(text), scale=0.4)
     wide = [x.repeat_interleave(exact[0].shape[1] // x.shape[1], 1) for x in exact]
-    right = sparse.dense(*wide, patterns.parse(text), scale=0.4)[0]
+    right = sparse.dense(*wide, patterns.parse(text), sparse.Logits(0.4))[0]
     assert out.dtype == dtype
     found, expected = (
         [o, *torch.autograd.grad(o.sum(), x, allow_unused=True, materialize_grads=True)]
@@ -322,7 +324,7 @@ def test_blocks_of_a_pattern_that_no_tile_is_made_of(text, n):
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, n, 4, dtype=torch.float64, generator=generator).requires_grad_() for _ in "qkv")
     pattern = patterns.parse(text)
-    expected = sparse.dense(q, k, v, pattern, scale=0.5)[0]
+    expected = sparse.dense(q, k, v, pattern, sparse.Logits(0.5))[0]
     with longspan.backend("torch"):
         found = sparse.attend(q, k, v, pattern, scale=0.5)
     torch.testing.assert_close(found, expected)

@@ -65,11 +65,8 @@ class Alibi(Attention[KeyValues]):
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         at, _ = positions(x, state and state.length, mask=mask, segments=segments)
         kept = state is not None
-        arguments: dict[str, Any] = {"mask": mask, "segments": segments, "prefix": prefix}
-        if state is None:
-            view = kv_cache.within(k, v, causal=self.causal, **arguments)
-        else:
-            view, state = kv_cache.extend(state, k, v, **arguments, donate=donate)
+        given: kv_cache.Visible = {"mask": mask, "segments": segments, "prefix": prefix}
+        view, state = kv_cache.continued(k, v, state, causal=self.causal, donate=donate, **given)
         allowed, products = view.allowed(q.shape[2]), scores.products(q, view.keys)
         places = scores.key_positions(at, view.keys.shape[2], kept=kept, packed=segments is not None)
         distance = (at[:, :, None] - places[:, None, :]).abs().to(products.dtype)  # (B,N,M)

@@ -12,7 +12,7 @@ from ..patterns import Pattern
 from ..states import lookback
 from ..states.kv_cache import KeyValues
 from ..states.window import Window
-from .base import Attention
+from .base import Attention, TokenArguments
 
 
 class AxialState(NamedTuple):
@@ -130,7 +130,7 @@ class Axial(Attention[Window | KeyValues | AxialState]):
         donate: bool = False,
     ) -> tuple[Tensor, Window | KeyValues | AxialState | None]:
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
-        given: dict[str, Any] = {"mask": mask, "segments": segments, "donate": donate}
+        given: TokenArguments = {"mask": mask, "segments": segments, "donate": donate}
         if self.kind == "shifted":
             o, state = self._shifted(q, k, v, cast(AxialState | None, state), record, given)
             return self.out(merge(o)), state
@@ -153,7 +153,7 @@ class Axial(Attention[Window | KeyValues | AxialState]):
         v: Tensor,
         state: AxialState | None,
         record: dict[str, Any] | None,
-        given: dict[str, Any],
+        given: TokenArguments,
     ) -> tuple[Tensor, AxialState | None]:
         """The output of the heads (B,H,N,D), and the state after these tokens."""
         lines, above, queries = (None, None, None) if state is None else state
@@ -163,12 +163,12 @@ class Axial(Attention[Window | KeyValues | AxialState]):
         if record is not None:
             # The mask of all earlier pixels, in the layout of the lines.
             lookback.attend(
-                q, k, v, lines, patterns.causal(), record=past, mask=given["mask"], segments=given["segments"]
+                q, k, v, lines, patterns.causal(), record=past, mask=given.get("mask"), segments=given.get("segments")
             )
         o, lines = lookback.attend(_twice(q), k, v, lines, self.lines, record=pairs, **given)
         h, row = o.unflatten(1, (-1, 2)).unbind(2)
         query, key = (split(part(merge(h)), self.heads) for part in (self.above_query, self.above_key))
-        query, queries = _delayed(query, queries, self.width, given["mask"])
+        query, queries = _delayed(query, queries, self.width, given.get("mask"))
         upper, above = lookback.attend(query, key, h, above, self.above, record=step, **given)
         if record is not None and past is not None and pairs is not None and step is not None:
             _fill(record, past, pairs, step, 0 if state is None else state.above.keys.shape[2])

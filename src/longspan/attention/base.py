@@ -4,7 +4,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Never, TypedDict, get_args, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Never, TypedDict, Unpack, get_args, overload
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,14 @@ class SequenceArguments(TypedDict, total=False):
     mask: Tensor | None
     segments: Tensor | None
     record: dict[str, Any] | None
+    donate: bool
+
+
+class TokenArguments(TypedDict, total=False):
+    """Those of a mechanism that records nothing."""
+
+    mask: Tensor | None
+    segments: Tensor | None
     donate: bool
 
 
@@ -279,34 +287,12 @@ class Attention(nn.Module, Generic[S]):
 
     @overload
     def forward(
-        self,
-        x: Tensor,
-        state: S | None = None,
-        *,
-        mask: Tensor | None = None,
-        context: Tensor | None = None,
-        context_mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        prefix: Tensor | None = None,
-        carry: None = None,
-        record: dict[str, Any] | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: S | None = None, *, carry: None = None, **options: Unpack[AllArguments]
     ) -> tuple[Tensor, S | None]: ...
 
     @overload
     def forward(
-        self,
-        x: Tensor,
-        state: S | None = None,
-        *,
-        mask: Tensor | None = None,
-        context: Tensor | None = None,
-        context_mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        prefix: Tensor | None = None,
-        carry: Tensor | tuple[Any, ...],
-        record: dict[str, Any] | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: S | None = None, *, carry: Tensor | tuple[Any, ...], **options: Unpack[AllArguments]
     ) -> tuple[Tensor, S | None, Any]: ...
 
     def forward(

@@ -1,6 +1,6 @@
 """DeltaNet: linear attention with the delta rule, which replaces the value of a key."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from ..modules.norms import HeadNorm
 from ..modules.short_conv import ShortConvolution
 from ..ops import gated
 from ..ops.tensors import merge, split, upcast_half
-from .base import Attention
+from .base import Attention, TokenArguments
 
 
 class DeltaNetState(NamedTuple):
@@ -67,23 +67,15 @@ class DeltaNet(Attention[DeltaNetState]):
         return DeltaNetState(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 
     def attend(
-        self,
-        x: Tensor,
-        state: DeltaNetState | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: DeltaNetState | None, **given: Unpack[TokenArguments]
     ) -> tuple[Tensor, DeltaNetState | None]:
         sums, recent = self.start(x.shape[0], 0) if state is None else state
         mixed = torch.cat([self.query(x), self.key(x), self.value(x)], -1)
         if self.mix is not None:
-            mixed, recent = self.mix(mixed, recent, activation="silu", mask=mask, segments=segments, donate=donate)
+            mixed, recent = self.mix(mixed, recent, activation="silu", **given)
         else:
             mixed = F.silu(mixed)
         q, k, v = (split(t, self.heads) for t in mixed.chunk(3, -1))
         beta = upcast_half(self.rate(x)).sigmoid().mT * (2.0 if self.negative else 1.0)  # (B,H,N)
-        o, sums = gated.recur(
-            q, k, v, beta=beta, normalize="l2", mask=mask, segments=segments, state=sums, donate=donate
-        )
+        o, sums = gated.recur(q, k, v, beta=beta, normalize="l2", state=sums, **given)
         return self.out(merge(self.norm(o))), None if state is None else DeltaNetState(sums, recent)

@@ -1,6 +1,6 @@
 """Fast weight programmers: linear attention with DPFP features and the delta rule."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 from torch import Tensor, nn
 
@@ -8,7 +8,7 @@ from .._utils.spec import known
 from ..ops import gated, linear
 from ..ops.linear.features import MAPS, dpfp, sum_normalize
 from ..ops.tensors import merge, split, upcast_half
-from .base import Attention
+from .base import Attention, TokenArguments
 
 RULES = {"delta": "replaces the stored value of a key", "sum": "adds to it"}
 DPFP = "dpfp"
@@ -90,25 +90,15 @@ class FastWeights(Attention[FastWeightsState]):
         return FastWeightsState(upcast_half(self.weight_like.new_zeros(batch, self.heads, self.width, values)))
 
     def attend(
-        self,
-        x: Tensor,
-        state: FastWeightsState | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: FastWeightsState | None, **given: Unpack[TokenArguments]
     ) -> tuple[Tensor, FastWeightsState | None]:
         q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
         q, k = self._phi(q), self._phi(k)
-        options: dict[str, Any] = {
-            "mask": mask,
-            "segments": segments,
-            "state": state and state.weights,
-            "donate": donate,
-        }
+        before = None if state is None else state.weights
         if self.rate is None:
-            o, weights = linear.attend(q, k, v, causal=True, eps=self.eps, **options)
+            o, weights = linear.attend(q, k, v, causal=True, eps=self.eps, state=before, **given)
         else:
             beta = upcast_half(self.rate(x)).sigmoid().mT
-            o, weights = gated.recur(sum_normalize(q), sum_normalize(k), v, beta=beta, scale=1.0, **options)
+            q, k = sum_normalize(q), sum_normalize(k)
+            o, weights = gated.recur(q, k, v, beta=beta, scale=1.0, state=before, **given)
         return self.out(merge(o)), None if state is None else FastWeightsState(weights)

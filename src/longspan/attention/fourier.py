@@ -1,6 +1,6 @@
 """Linear attention with the RBF kernel, estimated with random Fourier features."""
 
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -99,14 +99,10 @@ class Fourier(Attention[FourierState | ContextSums]):
 
     def _draw(self, step: int) -> Tensor:
         size = self.dim // self.heads
-        options: dict[str, Any] = {
-            "rows": self.rows,
-            "radii": self.radii,
-            "seed": self.seed,
-            "layer": self.layer,
-            "step": step,
-        }
-        return random_features.projections(self.heads, self.features or random_features.enough(size), size, **options)
+        count, rows, radii = self.features or random_features.enough(size), self.rows, self.radii
+        return random_features.projections(
+            self.heads, count, size, rows=rows, radii=radii, seed=self.seed, layer=self.layer, step=step
+        )
 
     def _parts(self, x: Tensor) -> random_features.Parts:
         """Features of projected tokens of all heads: (B,N,dim) -> (B,H,N,2m)."""

@@ -1,6 +1,6 @@
 """Gated DeltaNet: the delta rule with a decay per head and token."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from ..modules.short_conv import ShortConvolution
 from ..ops import gated
 from ..ops.gated.decays import log_decay
 from ..ops.tensors import merge, split, upcast_half
-from .base import Attention
+from .base import Attention, TokenArguments
 
 
 class GatedDeltaNetState(NamedTuple):
@@ -100,18 +100,12 @@ class GatedDeltaNet(Attention[GatedDeltaNetState]):
         return GatedDeltaNetState(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 
     def attend(
-        self,
-        x: Tensor,
-        state: GatedDeltaNetState | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: GatedDeltaNetState | None, **given: Unpack[TokenArguments]
     ) -> tuple[Tensor, GatedDeltaNetState | None]:
         sums, recent = self.start(x.shape[0], 0) if state is None else state
         mixed = torch.cat([self.query(x), self.key(x), self.value(x)], -1)
         if self.mix is not None:
-            mixed, recent = self.mix(mixed, recent, activation="silu", mask=mask, segments=segments, donate=donate)
+            mixed, recent = self.mix(mixed, recent, activation="silu", **given)
         else:
             mixed = F.silu(mixed)
         q, k, v = mixed.split(self.widths, -1)
@@ -125,10 +119,8 @@ class GatedDeltaNet(Attention[GatedDeltaNetState]):
             log_decay=decay.mT,
             beta=beta,
             normalize="l2",
-            mask=mask,
-            segments=segments,
             state=sums,
-            donate=donate,
+            **given,
         )
         o = self.norm(o, split(self.out_gate(x), self.heads) if self.out_gate is not None else None)
         return self.out(merge(o)), None if state is None else GatedDeltaNetState(sums, recent)

@@ -82,11 +82,8 @@ class Gaussian(Attention[KeyValues]):
         q, k, v = (split(y, self.heads) for y in (query, self.key(x), self.value(x)))
         at, _ = positions(x, state and state.length, mask=mask, segments=segments)
         kept = state is not None
-        arguments: dict[str, Any] = {"mask": mask, "segments": segments, "prefix": prefix}
-        if state is None:
-            view = kv_cache.within(k, v, causal=self.causal, **arguments)
-        else:
-            view, state = kv_cache.extend(state, k, v, **arguments, donate=donate)
+        given: kv_cache.Visible = {"mask": mask, "segments": segments, "prefix": prefix}
+        view, state = kv_cache.continued(k, v, state, causal=self.causal, donate=donate, **given)
         allowed = view.allowed(q.shape[2])
         places = scores.key_positions(at, view.keys.shape[2], kept=kept, packed=segments is not None)
         if self.kind == "learned":

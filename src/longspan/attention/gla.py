@@ -1,6 +1,6 @@
 """Gated linear attention: a decay per key channel, computed from each token."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ..modules.norms import HeadNorm, expanded
 from ..ops import gated
 from ..ops.tensors import merge, split, upcast_half
-from .base import Attention
+from .base import Attention, TokenArguments
 
 
 class GLAState(NamedTuple):
@@ -74,13 +74,7 @@ class GLA(Attention[GLAState]):
         return GLAState(upcast_half(self.weight_like.new_zeros(batch, self.heads, *self.sizes)))
 
     def attend(
-        self,
-        x: Tensor,
-        state: GLAState | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: GLAState | None, **given: Unpack[TokenArguments]
     ) -> tuple[Tensor, GLAState | None]:
         q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
         log_decay = split(F.logsigmoid(upcast_half(self.decay(x))) / self.temperature, self.heads)
@@ -89,10 +83,8 @@ class GLA(Attention[GLAState]):
             k,
             v,
             log_decay=log_decay,
-            mask=mask,
-            segments=segments,
             state=None if state is None else state.sums,
-            donate=donate,
+            **given,
         )
         y = self.out(merge(self.norm(o, split(self.out_gate(x), self.heads))))
         return y, None if state is None else GLAState(sums)

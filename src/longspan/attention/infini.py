@@ -24,6 +24,19 @@ class InfiniState(NamedTuple):
     position: Tensor  # (B,) int64, real tokens so far
 
 
+class _Step(NamedTuple):
+    """Tokens after a state: their queries, keys and values, and those with the keys and values that the state keeps."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    k_all: Tensor
+    v_all: Tensor
+    state: InfiniState
+    phase: Tensor  # (B,1), tokens of the segment before
+    real: Tensor  # (B,1), the number of real tokens
+
+
 class Infini(Attention[InfiniState]):
     r"""Softmax attention within a segment, gated per head with linear attention over all earlier segments.
 
@@ -132,7 +145,7 @@ class Infini(Attention[InfiniState]):
         phase = (state.position % size)[:, None]
         k_all, v_all = (torch.cat([old.to(t.dtype), t], 2) for old, t in ((state.keys, k), (state.values, v)))
         form = self._few if n < size else self._many
-        o, sums, own = form(q, k, v, k_all, v_all, state, phase, count[:, None])
+        o, sums, own = form(_Step(q, k, v, k_all, v_all, state, phase, count[:, None]))
         done = (phase[:, 0] + count) // size
         row = torch.arange(batch, device=done.device)
         slots = done[:, None] * size + torch.arange(size - 1, device=done.device)
@@ -143,18 +156,9 @@ class Infini(Attention[InfiniState]):
             new.to(old.dtype) for new, old in zip(after, state, strict=True)
         )
 
-    def _few(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_all: Tensor,
-        v_all: Tensor,
-        state: InfiniState,
-        phase: Tensor,
-        count: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _few(self, step: _Step) -> tuple[Tensor, Tensor, Tensor]:
         """``_go_on`` for fewer tokens than a segment, of which at most one ends among them."""
+        q, k, v, k_all, v_all, state, phase, count = step
         n, old = q.shape[2], k_all.shape[2] - q.shape[2]
         new = torch.arange(n, device=q.device)
         late = phase + new >= self.segment  # (B,N), whether a token is in the second of two segments
@@ -168,18 +172,9 @@ class Infini(Attention[InfiniState]):
         near = dense.attend(q, k_all, v_all, mask=torch.cat([before, within], 2)[:, None])
         return self._mix(torch.where(late[:, None, :, None], second, first), near), sums, own
 
-    def _many(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        k_all: Tensor,
-        v_all: Tensor,
-        state: InfiniState,
-        phase: Tensor,
-        count: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def _many(self, step: _Step) -> tuple[Tensor, Tensor, Tensor]:
         """``_go_on`` for at least one segment of tokens: rows are shifted such that their segments line up."""
+        q, k, v, k_all, v_all, state, phase, count = step
         n, total = q.shape[2], k_all.shape[2]
         groups = -(-total // self.segment), self.segment
         slots = torch.arange(groups[0] * groups[1], device=q.device)[None]

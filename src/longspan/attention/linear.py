@@ -132,28 +132,29 @@ class Linear(Attention[LinearState | LinearRotaryState | ContextSums]):
             allowed = visible(x, causal=self.causal, mask=mask, segments=segments)
             allowed = allowed if prefix is None else join(allowed, prefix)
             fq, fk = (self.phi(upcast_half(t)) for t in (q, k))
-            options: dict[str, Any] = {"segments": segments, "state": sums, "numerator": numerator}
-            matrix = linear.matrix(fq, fk, allowed, eps=self.eps, **options)
-            record.update(mask=allowed, matrix=matrix)
+            given = {"segments": segments, "state": sums}
+            record.update(
+                mask=allowed, matrix=linear.matrix(fq, fk, allowed, eps=self.eps, numerator=numerator, **given)
+            )
         if prefix is not None:
             key = numerator and numerator[1]
             sums, mask = linear.fold(self.phi(upcast_half(k)), v, prefix, mask=mask, state=sums, key=key)
-        arguments: dict[str, Any] = {"causal": self.causal, "mask": mask, "segments": segments}
-        arguments |= {"state": sums, "donate": donate}
+        call: linear.LinearCall = {"causal": self.causal, "eps": self.eps, "mask": mask, "segments": segments}
+        call["state"], call["donate"] = sums, donate
         if self.rotary and fq is not None and fk is not None:
-            o, sums = linear.attend(fq, fk, v, eps=self.eps, numerator=numerator, **arguments)
+            o, sums = linear.attend(fq, fk, v, numerator=numerator, **call)
         else:
-            o, sums = self._operation()(q, k, v, **arguments)
+            o, sums = self._operation()(q, k, v, **call)
         return self.out(merge(o)), None if state is None else make(sums)
 
     def _operation(self) -> Callable[..., tuple[Tensor, Tensor]]:
         """The op on raw queries and keys, with this feature map."""
         if isinstance(self.feature_map, str):
-            return partial(linear.named, feature_map=self.feature_map, eps=self.eps)
+            return partial(linear.named, feature_map=self.feature_map)
         phi = self.phi
 
         def attend(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> tuple[Tensor, Tensor]:
-            return linear.attend(phi(upcast_half(q)), phi(upcast_half(k)), v, eps=self.eps, **given)
+            return linear.attend(phi(upcast_half(q)), phi(upcast_half(k)), v, **given)
 
         return attend
 
@@ -167,5 +168,5 @@ class Linear(Attention[LinearState | LinearRotaryState | ContextSums]):
             allowed = across(q.transpose(1, 2), context, context_mask)
             fq, fk = (self.phi(upcast_half(t)) for t in (q, k))
             record.update(mask=allowed, matrix=linear.matrix(fq, fk, allowed, eps=self.eps))
-        o, sums = self._operation()(q, k, v, causal=False, mask=context_mask)
+        o, sums = self._operation()(q, k, v, causal=False, eps=self.eps, mask=context_mask)
         return self.out(merge(o)), ContextSums(sums)

@@ -207,4 +207,4 @@ def _read(q: Tensor, pair: tuple[Tensor, Tensor], pattern: Pattern, view: Window
     place = torch.arange(pair[0].shape[2] - view.slots.shape[1], device=q.device)
     slots = torch.cat([place.expand(len(q), -1), view.slots], 1)
     allowed = sparse.allowed_at(pattern, view.at, slots, q.shape[1], 0) & seen[:, None]
-    return sparse.by_rows(q.to(pair[0].dtype), *pair, allowed, None, view.at, slots, q.shape[-1] ** -0.5)
+    return sparse.by_rows(q.to(pair[0].dtype), *pair, allowed, view.at, slots, sparse.Logits(q.shape[-1] ** -0.5))

@@ -1,6 +1,6 @@
 """Softmax attention as the sum of low-rank attention to all tokens and full-rank attention to a band."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from ..states import lookback
 from ..states.kv_cache import KeyValues
 from ..states.window import Window
 from ..states.window import empty as ring
-from .base import Attention
+from .base import Attention, TokenArguments
 
 
 class LowRankBandState(NamedTuple):
@@ -75,18 +75,11 @@ class LowRankBand(Attention[LowRankBandState]):
         return LowRankBandState(near, KeyValues(keys, values, torch.zeros(batch, dtype=torch.long, device=like.device)))
 
     def attend(
-        self,
-        x: Tensor,
-        state: LowRankBandState | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: LowRankBandState | None, **given: Unpack[TokenArguments]
     ) -> tuple[Tensor, LowRankBandState | None]:
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
-        arguments: dict[str, Any] = {"mask": mask, "segments": segments, "donate": donate}
         before = (None, None) if state is None else state
-        o, near = lookback.attend(q, k, v, before[0], self.near, **arguments)
+        o, near = lookback.attend(q, k, v, before[0], self.near, **given)
         q, k, v = (split(part(x), self.heads) for part in (self.far_query, self.far_key, self.far_value))
-        far_o, far = lookback.attend(q, k, v, before[1], causal() if self.causal else everywhere(), **arguments)
+        far_o, far = lookback.attend(q, k, v, before[1], causal() if self.causal else everywhere(), **given)
         return self.out(merge(o + far_o)), None if state is None else LowRankBandState(near, far)

@@ -13,7 +13,7 @@ from ..ops.isolated import Part
 from ..ops.linear.features import elu
 from ..ops.softmax import dense
 from ..ops.tensors import merge, positions, split, upcast_half, visible
-from .base import Attention
+from .base import Attention, TokenArguments
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -135,7 +135,8 @@ class Luna(Attention[LunaState | LunaContext]):
             return self._unpacked(x, cast(LunaContext, state).slots), state
         p = self._memory(self.init_carry(x, mask) if carry is None else carry)
         if self.causal:
-            y, state = self._causal(x, p, state, mask, segments, record, donate)
+            given: TokenArguments = {"mask": mask, "segments": segments, "donate": donate}
+            y, state = self._causal(x, p, state, record, given)
             return (y, state) if carry is None else (y, state, carry)
         y, following = self._both(x, p, mask, segments)
         return (y, None) if carry is None else (y, None, following)
@@ -174,15 +175,9 @@ class Luna(Attention[LunaState | LunaContext]):
         return self.out(merge(dense.attend(split(self.query(x), self.heads).to(slots.dtype), slots, slots)))
 
     def _causal(
-        self,
-        x: Tensor,
-        p: Tensor,
-        state: LunaState | None,
-        mask: Tensor | None,
-        segments: Tensor | None,
-        record: dict[str, Any] | None,
-        donate: bool,
+        self, x: Tensor, p: Tensor, state: LunaState | None, record: dict[str, Any] | None, given: TokenArguments
     ) -> tuple[Tensor, LunaState | None]:
+        mask, segments = given.get("mask"), given.get("segments")
         before = self.start(x.shape[0], 0) if state is None else state
         q, k, c = (upcast_half(split(part(x), self.heads)) for part in (self.query, self.value, self.pack))
         at, count = positions(x, before.count, mask=mask, segments=segments)
@@ -191,10 +186,9 @@ class Luna(Attention[LunaState | LunaContext]):
         slots = upcast_half(split(self.pack_query(p.to(x.dtype)), self.heads))
         with torch.autocast(x.device.type, enabled=False):
             a = ACTIVATIONS[self.activation](c @ slots.mT * scale)  # (B,H,N,l)
-            options: dict[str, Any] = {"mask": mask, "segments": segments, "donate": donate}
-            scores, keys = gated.recur(q, k, a, scale=scale, state=before.keys, **options)
+            scores, keys = gated.recur(q, k, a, scale=scale, state=before.keys, **given)
             u = (scores / t).softmax(-1)
-            o, values = gated.recur(u, a, k, scale=1.0, state=before.values, **options)
+            o, values = gated.recur(u, a, k, scale=1.0, state=before.values, **given)
             if record is not None:
                 allowed = visible(x, causal=True, mask=mask, segments=segments)
                 record.update(mask=allowed, matrix=u @ a.mT * allowed / t)

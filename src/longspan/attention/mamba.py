@@ -1,6 +1,6 @@
 """Mamba: a state space for each channel, with step sizes, inputs and readings that depend on the token."""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from ..modules.init import time_steps
 from ..modules.short_conv import ShortConvolution
 from ..ops import scan
 from ..ops.tensors import upcast_half
-from .base import Attention
+from .base import Attention, TokenArguments
 
 
 class MambaState(NamedTuple):
@@ -90,18 +90,10 @@ class Mamba(Attention[MambaState]):
         return MambaState(self.mix.start(batch), upcast_half(ssm))
 
     def attend(
-        self,
-        x: Tensor,
-        state: MambaState | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: MambaState | None, **given: Unpack[TokenArguments]
     ) -> tuple[Tensor, MambaState | None]:
         recent, ssm = self.start(x.shape[0], 0) if state is None else state
-        u, recent = self.mix(
-            self.input(x), recent, bias=self.shift, activation="silu", mask=mask, segments=segments, donate=donate
-        )
+        u, recent = self.mix(self.input(x), recent, bias=self.shift, activation="silu", **given)
         r, b, c = self.select(u).split(self.widths, -1)
         y, ssm = scan.selective(
             u,
@@ -114,9 +106,7 @@ class Mamba(Attention[MambaState]):
             z=self.gate(x),
             dt_bias=self.dt_bias,
             softplus=True,
-            mask=mask,
-            segments=segments,
             state=ssm,
-            donate=donate,
+            **given,
         )
         return self.out(y), None if state is None else MambaState(recent, ssm)

@@ -1,6 +1,6 @@
 """mLSTM: the matrix memory of xLSTM, with an exponential input gate."""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..modules.norms import HeadNorm, expanded
 from ..ops import gated
 from ..ops.tensors import merge, split, upcast_half, with_ones
-from .base import Attention
+from .base import Attention, TokenArguments
 
 EPS = 1e-6  # added to the normalizer
 
@@ -92,14 +92,9 @@ class MLSTM(Attention[MLSTMState]):
         return MLSTMState(upcast_half(sums), like.new_zeros(batch, self.heads, dtype=torch.float64))
 
     def attend(
-        self,
-        x: Tensor,
-        state: MLSTMState | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: MLSTMState | None, **given: Unpack[TokenArguments]
     ) -> tuple[Tensor, MLSTMState | None]:
+        mask, segments = given.get("mask"), given.get("segments")
         sums, peak = self.start(x.shape[0], 0) if state is None else state
         write, forget = (self._logits(gate, x) for gate in (self.write, self.forget))
         keep, write = F.logsigmoid(forget).mT, write.mT
@@ -118,10 +113,8 @@ class MLSTM(Attention[MLSTMState]):
             k,
             (v * weight.mT[..., None]).transpose(1, 2),
             log_decay=decay.to(wide),
-            mask=mask,
-            segments=segments,
             state=sums,
-            donate=donate,
+            **given,
         )
         floor = (-m).to(wide).exp()[..., None]
         h = o[..., :-1] / (torch.maximum(o[..., -1:].abs(), floor) + EPS)

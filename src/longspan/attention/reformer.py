@@ -1,6 +1,6 @@
 """Softmax attention within the buckets of random hashes (LSH attention)."""
 
-from typing import Any
+from typing import Unpack
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from ..ops.buckets import Rule
 from ..ops.tensors import merge, split, unit, upcast_half
 from ..states import buckets as states
 from ..states.buckets import Reader, Rings
-from .base import Attention
+from .base import Attention, SequenceArguments
 
 # Largest number of rounds: each pair of rounds is compared, so time grows with the square of their number.
 ROUNDS = 256
@@ -140,18 +140,7 @@ class Reformer(Attention[Rings]):
             )
         return states.empty(self.reader(), batch, self.heads, self.dim // self.heads, self.weight_like)
 
-    def attend(
-        self,
-        x: Tensor,
-        state: Rings | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        record: dict[str, Any] | None = None,
-        donate: bool = False,
-    ) -> tuple[Tensor, Rings | None]:
+    def attend(self, x: Tensor, state: Rings | None, **given: Unpack[SequenceArguments]) -> tuple[Tensor, Rings | None]:
         q, v = (split(part(x), self.heads) for part in (self.query, self.value))
-        o, state = states.attend(
-            q, unit(q), v, state, self.reader(), mask=mask, segments=segments, record=record, donate=donate
-        )
+        o, state = states.attend(q, unit(q), v, state, self.reader(), **given)
         return self.out(merge(o)), state

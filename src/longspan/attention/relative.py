@@ -72,15 +72,12 @@ class Relative(Attention[KeyValues]):
     ) -> tuple[Tensor, KeyValues | None]:
         q, k, v = (split(part(x), self.heads) for part in (self.query, self.key, self.value))
         content, position = q + self.u[:, None], q + self.v[:, None]
-        arguments: dict[str, Tensor | None] = {"mask": mask, "segments": segments, "prefix": prefix}
-        if state is None and record is None and all(given is None for given in arguments.values()):
+        given: kv_cache.Visible = {"mask": mask, "segments": segments, "prefix": prefix}
+        if state is None and record is None and all(one is None for one in given.values()):
             return self.out(merge(self._whole(content, position, k, v))), None
         at, _ = positions(x, state and state.length, mask=mask, segments=segments)
         kept = state is not None
-        if state is None:
-            view = kv_cache.within(k, v, causal=self.causal, **arguments)
-        else:
-            view, state = kv_cache.extend(state, k, v, **arguments, donate=donate)
+        view, state = kv_cache.continued(k, v, state, causal=self.causal, donate=donate, **given)
         allowed, m = view.allowed(q.shape[2]), view.keys.shape[2]
         places = scores.key_positions(at, m, kept=kept, packed=segments is not None)
         p = scores.weights(scores.products(content, view.keys) + self._apart(position, at, places), allowed)

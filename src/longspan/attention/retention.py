@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from ..modules.norms import HeadNorm, expanded
 from ..modules.rotary import check_rotary, rotate
 from ..ops import gated
 from ..ops.tensors import merge, positions, split, upcast_half, wide_dtype
-from .base import Attention
+from .base import Attention, TokenArguments
 
 
 class RetentionState(NamedTuple):
@@ -98,14 +98,9 @@ class Retention(Attention[RetentionState | RetentionRotaryState]):
         return RetentionRotaryState(sums, torch.zeros(batch, dtype=torch.long, device=sums.device))
 
     def attend(
-        self,
-        x: Tensor,
-        state: RetentionState | RetentionRotaryState | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: RetentionState | RetentionRotaryState | None, **given: Unpack[TokenArguments]
     ) -> tuple[Tensor, RetentionState | RetentionRotaryState | None]:
+        mask, segments = given.get("mask"), given.get("segments")
         q, k, v = (split(project(x), self.heads) for project in (self.query, self.key, self.value))
         make = RetentionState
         if self.rotary:
@@ -120,10 +115,8 @@ class Retention(Attention[RetentionState | RetentionRotaryState]):
             k,
             v,
             log_decay=log_decay[:, None].expand(v.shape[:3]),
-            mask=mask,
-            segments=segments,
             state=None if state is None else state.sums,
-            donate=donate,
+            **given,
         )
         y = self.out(merge(self.norm(o, split(self.out_gate(x), self.heads))))
         return y, None if state is None else make(sums)

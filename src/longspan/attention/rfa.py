@@ -1,6 +1,6 @@
 """Random feature attention: softmax attention over unit vectors, estimated by random features, with a forget gate."""
 
-from typing import Any, NamedTuple, Unpack
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -168,17 +168,19 @@ class RFA(Attention[RFAState | GatedState | ContextSums]):
         logit = upcast_half(logit).clamp(max=MOST)  # (B,N,H)
         log_decay, write = F.logsigmoid(logit).mT, (-logit).sigmoid().mT[..., None]  # (B,H,N), (B,H,N,1)
         past, mass = (None, None) if state is None else (state.sums, state.mass[..., None, None])
-        options: dict[str, Any] = {"log_decay": log_decay, "scale": 1.0, "mask": mask, "segments": segments}
+        options: gated.RecurrenceOptions = {"log_decay": log_decay, "scale": 1.0, "mask": mask, "segments": segments}
+        options["state"] = mass
         with torch.autocast(v.device.type, enabled=False):
             # The same recurrence sums the weights, with keys and queries of ones.
-            total, mass = gated.recur(torch.ones_like(write), torch.ones_like(write), write, state=mass, **options)
+            total, mass = gated.recur(torch.ones_like(write), torch.ones_like(write), write, **options)
             total = total.masked_fill(total == 0, 1.0)  # before the first token
             if record is not None:
                 allowed = visible(logit, causal=True, mask=mask, segments=segments)
                 matrix = self._matrix(q, k, log_decay, write, total, allowed, mask, segments, past)
                 record.update(mask=allowed, matrix=matrix)
             values = with_ones(upcast_half(v)) * write
-            found, past = gated.recur(q, k, values, state=past, donate=given.get("donate", False), **options)
+            options["state"] = past
+            found, past = gated.recur(q, k, values, donate=given.get("donate", False), **options)
             o = stabilized.divide(found / total, self.eps).to(v.dtype)
         return o, None if state is None else GatedState(past, mass[..., 0, 0])
 

@@ -1,7 +1,7 @@
 """The time mixing of RWKV-7: a state that erases along one vector and writes along another."""
 
 import math
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..modules.token_shift import shift, shift_start
 from ..ops.gated import general
 from ..ops.tensors import merge, split, upcast_half
-from .base import Attention
+from .base import Attention, TokenArguments
 
 
 class RWKV7State(NamedTuple):
@@ -116,16 +116,10 @@ class RWKV7(Attention[RWKV7State]):
         return RWKV7State(sums, shift_start(like, batch, self.dim))
 
     def attend(
-        self,
-        x: Tensor,
-        state: RWKV7State | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: RWKV7State | None, **given: Unpack[TokenArguments]
     ) -> tuple[Tensor, RWKV7State | None]:
         sums, last = self.start(x.shape[0], 0) if state is None else state
-        before, last = shift(x, last, mask=mask, segments=segments, donate=donate)
+        before, last = shift(x, last, **given)
         delta = before - x
         xr, xw, xk, xv, xa, xg = (torch.addcmul(x, delta, mu) for mu in self.mixes)
         k, v = self.key(xk), split(self.value(xv), self.heads)
@@ -145,10 +139,8 @@ class RWKV7(Attention[RWKV7State]):
             log_decay=split(log_decay, self.heads),
             scale=1.0,
             read_before_decay=True,
-            mask=mask,
-            segments=segments,
             state=sums,
-            donate=donate,
+            **given,
         )
         own = (r * written * self.bonus[:, None]).sum(-1, keepdim=True) * v
         g1, g2 = self.gate

@@ -27,6 +27,19 @@ class SparseAdaptiveState(NamedTuple):
     cell: Tensor  # (B,dim)
 
 
+class _Part(NamedTuple):
+    """Tokens of one packed sequence, after a state."""
+
+    x: Tensor  # (B,N,dim)
+    q: Tensor  # (B,H,N,D)
+    k: Tensor  # (B,H,N,D)
+    v: Tensor  # (B,H,N,E)
+    state: SparseAdaptiveState | None
+    real: Tensor | None  # (B,N)
+    learn: bool
+    donate: bool
+
+
 class SparseAdaptive(Attention[SparseAdaptiveState]):
     """Each token reads itself and a few other tokens, which an LSTM selects; the LSTM learns by reward.
 
@@ -109,7 +122,7 @@ class SparseAdaptive(Attention[SparseAdaptiveState]):
     ) -> tuple[Tensor, SparseAdaptiveState | None]:
         if not x.numel():
             return self.out(x), state
-        wanted: dict[str, Any] = {} if record is None else record
+        wanted = {} if record is None else record
         size = self.dim // self.heads
         v = split(self.value(x), self.heads)
         matrix, learn = "matrix" in wanted, "log_prob" in wanted
@@ -151,25 +164,15 @@ class SparseAdaptive(Attention[SparseAdaptiveState]):
         q, k, v = split(self.query(x), self.heads), split(self.key(x), self.heads), split(v, self.heads)
         with torch.autocast(x.device.type, enabled=False):
             picks = self._past if self.causal else self._whole
-            o, logs, seen, state = picks(
-                upcast_half(x), q, k, v, state, real, learn and torch.is_grad_enabled(), donate
-            )
+            part = _Part(upcast_half(x), q, k, v, state, real, learn and torch.is_grad_enabled(), donate)
+            o, logs, seen, state = picks(part)
             logs = logs if real is None else logs.masked_fill(~real, 0.0)
             o = merge(o)
             parts = [o, logs[..., None].to(o.dtype), *([seen.to(o.dtype)] if matrix else [])]
         return torch.cat(parts, -1), state
 
-    def _past(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: SparseAdaptiveState | None,
-        real: Tensor | None,
-        learn: bool,
-        donate: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, SparseAdaptiveState | None]:
+    def _past(self, part: _Part) -> tuple[Tensor, Tensor, Tensor, SparseAdaptiveState | None]:
+        x, q, k, v, state, real, learn, donate = part
         start = x.new_zeros(len(x), dtype=torch.long) if state is None else state.past.length
         with torch.set_grad_enabled(learn):
             nodes = self._linear("node", x)
@@ -194,17 +197,8 @@ class SparseAdaptive(Attention[SparseAdaptiveState]):
         seen = op.mask_of(index, there, k.shape[2]).to(v.dtype) @ v[:, 0, :, self.dim // self.heads :]
         return op.attend(q, k, v, index, there), logs.sum(-1), seen, state
 
-    def _whole(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: SparseAdaptiveState | None,
-        real: Tensor | None,
-        learn: bool,
-        donate: bool,
-    ) -> tuple[Tensor, Tensor, Tensor, SparseAdaptiveState | None]:
+    def _whole(self, part: _Part) -> tuple[Tensor, Tensor, Tensor, SparseAdaptiveState | None]:
+        x, q, k, v, state, real, learn, _ = part
         batch, n = x.shape[:2]
         real = torch.ones(batch, n, dtype=torch.bool, device=x.device) if real is None else real
         with torch.set_grad_enabled(learn):

@@ -1,6 +1,6 @@
 """The state space model of Mamba-2, as attention whose decay and step size depend on the token."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from ..modules.short_conv import ShortConvolution
 from ..ops import gated
 from ..ops.gated.decays import step_sizes
 from ..ops.tensors import merge, rms_normalize, split, upcast_half
-from .base import Attention
+from .base import Attention, TokenArguments
 
 
 class SSDState(NamedTuple):
@@ -94,20 +94,12 @@ class SSD(Attention[SSDState]):
         return SSDState(upcast_half(sums), self.mix.start(batch) if self.mix else upcast_half(none))
 
     def attend(
-        self,
-        x: Tensor,
-        state: SSDState | None,
-        *,
-        mask: Tensor | None = None,
-        segments: Tensor | None = None,
-        donate: bool = False,
+        self, x: Tensor, state: SSDState | None, **given: Unpack[TokenArguments]
     ) -> tuple[Tensor, SSDState | None]:
         sums, recent = self.start(x.shape[0], 0) if state is None else state
         mixed = torch.cat([self.value(x), self.key(x), self.query(x)], -1)
         if self.mix is not None:
-            mixed, recent = self.mix(
-                mixed, recent, bias=self.shift, activation="silu", mask=mask, segments=segments, donate=donate
-            )
+            mixed, recent = self.mix(mixed, recent, bias=self.shift, activation="silu", **given)
         else:
             mixed = F.silu(mixed + self.shift)
         v, k, q = (upcast_half(part) for part in mixed.split(self.widths, -1))
@@ -120,10 +112,8 @@ class SSD(Attention[SSDState]):
             (v * dt[..., None]).transpose(1, 2),
             log_decay=(-upcast_half(self.a_log).exp() * dt).mT,
             scale=1.0,
-            mask=mask,
-            segments=segments,
             state=sums,
-            donate=donate,
+            **given,
         )
         o = merge(o) + (upcast_half(self.skip)[:, None] * v).flatten(-2)
         o = o * F.silu(upcast_half(self.out_gate(x)))

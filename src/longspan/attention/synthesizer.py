@@ -141,13 +141,10 @@ class Synthesizer(Attention[SynthesizerState | KeyValues]):
         at, _ = positions(x, state and state.length, mask=mask, segments=segments)
         # Without dot, the keys of the cache have 0 channels.
         k = split(self.key(x), self.heads) if "dot" in self.kinds else v[..., :0]
-        arguments: dict[str, Tensor | None] = {"mask": mask, "segments": segments, "prefix": prefix}
-        if state is None:
-            view = kv_cache.within(k, v, causal=self.causal, **arguments)
-        else:
-            if isinstance(state, SynthesizerState):
-                state = KeyValues(state.values[..., :0], state.values, state.length)
-            view, state = kv_cache.extend(state, k, v, **arguments, donate=donate)
+        given: kv_cache.Visible = {"mask": mask, "segments": segments, "prefix": prefix}
+        if isinstance(state, SynthesizerState):
+            state = KeyValues(state.values[..., :0], state.values, state.length)
+        view, state = kv_cache.continued(k, v, state, causal=self.causal, donate=donate, **given)
         allowed = view.allowed(x.shape[1])
         places = scores.key_positions(at, view.values.shape[2], kept=state is not None, packed=segments is not None)
         # Invisible keys may have positions beyond the tables.

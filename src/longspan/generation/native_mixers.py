@@ -31,6 +31,14 @@ class Layout(NamedTuple):
     parts: tuple[Part, ...]
 
 
+class Heads(NamedTuple):
+    """The heads of a recurrence, and the channels of keys and values."""
+
+    values: int
+    keys: int
+    sizes: tuple[int, int]
+
+
 class Row:
     """Builds the stages of a mixer.
 
@@ -116,9 +124,7 @@ class Row:
         value: int,
         *,
         to: int,
-        heads: int,
-        key_heads: int,
-        sizes: tuple[int, int],
+        heads: Heads,
         decay: str | None = None,
         log_decay: int | Tensor = -1,
         beta: int = -1,
@@ -128,8 +134,8 @@ class Row:
         """``gated.recur`` for one token; log decays are a part, or constants (H,) that all sequences share."""
         constants = self.weights.numbers(log_decay) if isinstance(log_decay, Tensor) else None
         place = log_decay if isinstance(log_decay, int) else -1
-        counts = heads, key_heads, *sizes, decode.DECAYS[decay], normalize
-        factor = sizes[0] ** -0.5 if scale is None else scale
+        counts = heads.values, heads.keys, *heads.sizes, decode.DECAYS[decay], normalize
+        factor = heads.sizes[0] ** -0.5 if scale is None else scale
         self.add(decode.Recur(constants, query, key, value, place, beta, to, *counts, factor))
 
     def head_norm(self, norm: HeadNorm, at: int, heads: int, size: int, gate: int = -1) -> None:
@@ -167,8 +173,8 @@ def _gated_deltanet(a: GatedDeltaNet, row: Row) -> tuple[int, Layout]:
     row.curve("sigmoid", rate, a.heads, factor=torch.tensor(2.0) if a.negative else None)
     row.curve("softplus", decay, a.heads, bias=a.dt_bias, factor=-a.a_log.detach().float().exp())
     row.wait()
-    delta: dict[str, Any] = {"decay": "head", "log_decay": decay, "beta": rate, "normalize": True}
-    row.recur(q, k, v, to=v, heads=a.heads, key_heads=a.groups, sizes=a.sizes, **delta)
+    heads = Heads(a.heads, a.groups, a.sizes)
+    row.recur(q, k, v, to=v, heads=heads, decay="head", log_decay=decay, beta=rate, normalize=True)
     row.head_norm(a.norm, v, a.heads, a.sizes[1], gate)
     return v, _recurrent(GatedDeltaNetState, a.heads, a.sizes, a.convolution, sum(a.widths))
 
@@ -180,7 +186,7 @@ def _deltanet(a: DeltaNet, row: Row) -> tuple[int, Layout]:
     row.convolve(a.mix, q, 3 * a.dim)
     row.curve("sigmoid", rate, a.heads, factor=torch.tensor(2.0) if a.negative else None)
     row.wait()
-    row.recur(q, k, v, to=v, heads=a.heads, key_heads=a.heads, sizes=(size, size), beta=rate, normalize=True)
+    row.recur(q, k, v, to=v, heads=Heads(a.heads, a.heads, (size, size)), beta=rate, normalize=True)
     row.head_norm(a.norm, v, a.heads, size)
     return v, _recurrent(DeltaNetState, a.heads, (size, size), a.convolution, 3 * a.dim)
 
@@ -200,8 +206,8 @@ def _kda(a: KDA, row: Row) -> tuple[int, Layout]:
     else:
         row.curve("softplus", decay, a.dim, bias=a.dt_bias, factor=-speed)
     row.wait()
-    delta: dict[str, Any] = {"decay": "channel", "log_decay": decay, "beta": rate, "normalize": True}
-    row.recur(q, k, v, to=v, heads=a.heads, key_heads=a.heads, sizes=(size, size), **delta)
+    heads = Heads(a.heads, a.heads, (size, size))
+    row.recur(q, k, v, to=v, heads=heads, decay="channel", log_decay=decay, beta=rate, normalize=True)
     row.head_norm(a.norm, v, a.heads, size, gate)
     return v, _recurrent(KDAState, a.heads, (size, size), a.convolution, 3 * a.dim)
 
@@ -215,7 +221,7 @@ def _gla(a: GLA, row: Row) -> tuple[int, Layout]:
     factor = torch.tensor(-1 / a.temperature)
     row.curve("softplus", decay, a.heads * a.sizes[0], slope=torch.tensor(-1.0), factor=factor)
     row.wait()
-    row.recur(q, k, v, to=v, heads=a.heads, key_heads=a.heads, sizes=a.sizes, decay="channel", log_decay=decay)
+    row.recur(q, k, v, to=v, heads=Heads(a.heads, a.heads, a.sizes), decay="channel", log_decay=decay)
     row.head_norm(a.norm, v, a.heads, a.sizes[1], gate)
     return v, Layout(GLAState, ((torch.float32, (a.heads, *a.sizes)),))
 
@@ -227,7 +233,7 @@ def _retention(a: Retention, row: Row) -> tuple[int, Layout]:
         row.turn(a.rotary, q, 2 * a.heads, a.sizes[0])
         row.wait()
     decays = torch.tensor(a.log_decay)
-    row.recur(q, k, v, to=v, heads=a.heads, key_heads=a.heads, sizes=a.sizes, decay="head", log_decay=decays)
+    row.recur(q, k, v, to=v, heads=Heads(a.heads, a.heads, a.sizes), decay="head", log_decay=decays)
     row.head_norm(a.norm, v, a.heads, a.sizes[1], gate)
     sums: Part = torch.float32, (a.heads, *a.sizes)
     return v, Layout(RetentionRotaryState, (sums, COUNT)) if a.rotary else Layout(RetentionState, (sums,))
@@ -245,7 +251,7 @@ def _ssd(a: SSD, row: Row) -> tuple[int, Layout]:
     row.scale(v, width, by=dt, size=a.size, to=scaled)
     row.wait()
     sizes, head = (a.channels, a.size), {"decay": "head", "log_decay": decay, "scale": 1.0}
-    row.recur(q, k, scaled, to=scaled, heads=a.heads, key_heads=a.key_heads, sizes=sizes, **head)
+    row.recur(q, k, scaled, to=scaled, heads=Heads(a.heads, a.key_heads, sizes), **head)
     row.wait()
     row.scale(v, width, by=a.skip, size=a.size, add=scaled, to=scaled)
     row.wait()

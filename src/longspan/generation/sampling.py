@@ -1,7 +1,7 @@
 """Sampling, one decode step per token, and the log-likelihood of given sequences."""
 
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, Required, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -22,6 +22,22 @@ from .native_decoder import Engine
 FEW = 8  # up to this number of tokens, preparing the decode engine takes longer than it saves
 CAPTURE = 32  # up to this number of tokens, no CUDA graph is captured unless it is asked for
 STOP_EVERY = 16  # tokens between two looks at the stop condition, each of which waits for a CUDA device
+
+
+class GenerateOptions(SamplingOptions, total=False):
+    """Keyword arguments of ``generate``."""
+
+    max_new_tokens: Required[int]
+    batch: int
+    mask: Tensor | None
+    source: Tensor | None
+    source_mask: Tensor | None
+    prefix: bool
+    seed: int | None
+    stop: int | None
+    cuda_graph: bool | None
+    draft: Draft | None
+    draft_tokens: int
 
 
 @torch.no_grad()
@@ -59,40 +75,14 @@ def generate(
     model: Decoder | Seq2Seq,
     prompt: Tensor | None = None,
     *,
-    max_new_tokens: int,
-    batch: int = 1,
-    mask: Tensor | None = None,
-    source: Tensor | None = None,
-    source_mask: Tensor | None = None,
-    prefix: bool = False,
-    seed: int | None = None,
-    stop: int | None = None,
     stream: Literal[False] = False,
-    cuda_graph: bool | None = None,
-    draft: Draft | None = None,
-    draft_tokens: int = 8,
-    **options: Unpack[SamplingOptions],
+    **options: Unpack[GenerateOptions],
 ) -> Tensor: ...
 
 
 @overload
 def generate(
-    model: Decoder | Seq2Seq,
-    prompt: Tensor | None = None,
-    *,
-    max_new_tokens: int,
-    batch: int = 1,
-    mask: Tensor | None = None,
-    source: Tensor | None = None,
-    source_mask: Tensor | None = None,
-    prefix: bool = False,
-    seed: int | None = None,
-    stop: int | None = None,
-    stream: Literal[True],
-    cuda_graph: bool | None = None,
-    draft: Draft | None = None,
-    draft_tokens: int = 8,
-    **options: Unpack[SamplingOptions],
+    model: Decoder | Seq2Seq, prompt: Tensor | None = None, *, stream: Literal[True], **options: Unpack[GenerateOptions]
 ) -> Iterator[Tensor]: ...
 
 

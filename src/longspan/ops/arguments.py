@@ -1,7 +1,7 @@
 """Checks of operands, mask, segments and state that operations and modules share."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -9,6 +9,21 @@ from torch import Tensor
 from .operands import check_stored, same_device
 from .packed import check_packed
 from .tensors import wide_dtype
+
+
+class StateOptions(TypedDict, total=False):
+    """Keyword arguments of ops with a state: which tokens are real, which belong together, the state before them."""
+
+    mask: Tensor | None
+    segments: Tensor | None
+    cu_seqlens: Tensor | None
+    state: Tensor | None
+
+
+class CallOptions(StateOptions, total=False):
+    """The same of public functions, which may also donate the state."""
+
+    donate: bool
 
 
 def describe(value: Any) -> str:

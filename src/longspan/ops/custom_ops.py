@@ -27,8 +27,20 @@ def _fields(operands: type[tuple[Any, ...]]) -> tuple[str, int]:
     return ", ".join(f"{kind} {name}" for kind, name in zip(kinds, hints, strict=True)), sum("T" in k for k in kinds)
 
 
-def _operation(name: str, schema: str, run: Callable[..., Any], shapes: Callable[..., Any]) -> Any:
-    made: Any = torch.library.custom_op(f"longspan::{name}", run, mutates_args=(), schema=schema)
+def register(
+    name: str, run: Callable[..., Any], shapes: Callable[..., Any], schema: str | None = None, mutates: str = ""
+) -> Any:
+    """Register a function as the operation ``longspan::NAME``.
+
+    Args:
+        name: The name.
+        run: The function.
+        shapes: Takes the same arguments, and allocates the results only.
+        schema: The schema; None: that of the annotations of ``run``.
+        mutates: The argument that the function overwrites, if there is one.
+    """
+    changed = (mutates,) if mutates else ()
+    made: Any = torch.library.custom_op(f"longspan::{name}", run, mutates_args=changed, schema=schema)
     made.register_fake(shapes)
     return made
 
@@ -118,13 +130,9 @@ def kernel(
 
     several = ", ".join(["Tensor"] * (2 + kept))
     saved = "".join(f"Tensor kept{i}, " for i in range(more))
-    forward_op = _operation(f"{name}_forward", f"({fields}, bool keeps) -> ({several})", forward_flat, forward_shapes)
-    backward_op = _operation(
-        f"{name}_backward",
-        f"(Tensor grad0, Tensor grad1, {fields}, {saved}bool[] needed) -> Tensor[]",
-        backward_flat,
-        backward_shapes,
-    )
+    forward_op = register(f"{name}_forward", forward_flat, forward_shapes, f"({fields}, bool keeps) -> ({several})")
+    schema = f"(Tensor grad0, Tensor grad1, {fields}, {saved}bool[] needed) -> Tensor[]"
+    backward_op = register(f"{name}_backward", backward_flat, backward_shapes, schema)
 
     def attend(ctx: Any, *numbers: Any) -> Any:
         *given, keeps = numbers
@@ -238,7 +246,7 @@ def operation(
     backward_op = None
     if backward is not None:
         schema = f"(Tensor grad, {fields}, Tensor first, Tensor second) -> Tensor[]"
-        backward_op = _operation(f"{name}_backward", schema, run_backward, backward_shapes)
+        backward_op = register(f"{name}_backward", run_backward, backward_shapes, schema)
 
     def keep(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.numbers = inputs[tensors:]
@@ -255,8 +263,8 @@ def operation(
         return *results, *([None] * len(fixed))
 
     full = name if backward_op is None else f"{name}_forward"
-    made = _operation(
-        full, f"({fields}) -> (Tensor, Tensor)", lambda *t: forward(operands(*t)), lambda *t: shapes(operands(*t))
+    made = register(
+        full, lambda *t: forward(operands(*t)), lambda *t: shapes(operands(*t)), f"({fields}) -> (Tensor, Tensor)"
     )
     made.register_autograd(gradients, setup_context=keep)
     return Operation(made, backward_op)

@@ -39,6 +39,14 @@ class Reader(NamedTuple):
         return (self.rule.lookback + 1) * self.rule.chunk or self.rule.window
 
 
+class _Tokens(NamedTuple):
+    q: Tensor  # (B,H,N,D)
+    k: Tensor  # (B,H,N,D)
+    v: Tensor  # (B,H,N,E)
+    mask: Tensor | None  # (B,N)
+    segments: Tensor | None  # (B,N)
+
+
 def empty(reader: Reader, batch: int, heads: int, dim: int, like: Tensor) -> Rings:
     """Return rings without tokens, in the dtype and on the device of ``like``."""
     shape = batch, heads, reader.rounds, reader.buckets
@@ -83,9 +91,8 @@ def attend(
         if record is not None:
             record_matrix(q, k, v, lambda q, k: _weights(q, k, reader), mask, segments, record)
         return _whole(q, k, v, reader, mask, segments), None
-    if segments is None:
-        return _continued(q, k, v, state, reader, mask, record, donate)
-    return _packed(q, k, v, state, reader, mask, segments, record, donate)
+    run = _continued if segments is None else _packed
+    return run(_Tokens(q, k, v, mask, segments), state, reader, record, donate)
 
 
 def _whole(q: Tensor, k: Tensor, v: Tensor, reader: Reader, mask: Tensor | None, segments: Tensor | None) -> Tensor:
@@ -130,15 +137,9 @@ def _weights(q: Tensor, k: Tensor, reader: Reader) -> tuple[Tensor, Tensor]:
 
 
 def _continued(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Rings,
-    reader: Reader,
-    mask: Tensor | None,
-    record: dict[str, Any] | None,
-    donate: bool,
+    tokens: _Tokens, state: Rings, reader: Reader, record: dict[str, Any] | None, donate: bool
 ) -> tuple[Tensor, Rings]:
+    q, k, v, mask, _ = tokens
     k, v, q = k.to(state.keys.dtype), v.to(state.values.dtype), q.to(state.keys.dtype)  # they differ under autocast
     groups, n = reader.hash(q), q.shape[2]
     if n == 1 and mask is None and record is None:
@@ -301,22 +302,16 @@ def _written(k: Tensor, v: Tensor, groups: Tensor, rank: Tensor, state: Rings, s
 
 
 def _packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Rings,
-    reader: Reader,
-    mask: Tensor | None,
-    segments: Tensor,
-    record: dict[str, Any] | None,
-    donate: bool,
+    tokens: _Tokens, state: Rings, reader: Reader, record: dict[str, Any] | None, donate: bool
 ) -> tuple[Tensor, Any]:
     """Continue the state with the first packed sequence, and keep the tokens of the last one."""
+    q, k, v, mask, segments = tokens
+    assert segments is not None
     n = q.shape[2]
     real = torch.ones_like(segments, dtype=torch.bool) if mask is None else mask
     first, last = segments == segments[:, :1], segments == segments[:, -1:]
     own, others = (None, None) if record is None else ({}, {})
-    begun, after = _continued(q, k, v, state, reader, real & first, own, False)
+    begun, after = _continued(tokens._replace(mask=real & first), state, reader, own, False)
     o = torch.where(
         first[:, None, :, None],
         begun,

@@ -1,7 +1,7 @@
 """The KV cache: the state of every mechanism that attends to single earlier tokens."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -10,6 +10,14 @@ from torch.utils import _pytree as pytree
 from ..ops.prefix import join
 from ..ops.tensors import positions, visible
 from .counters import check_counts, counted, readable
+
+
+class Visible(TypedDict, total=False):
+    """Which tokens of a call see each other: mask, segments (B,N), and a bidirectional prefix (B,N)."""
+
+    mask: Tensor | None
+    segments: Tensor | None
+    prefix: Tensor | None
 
 
 class KeyValues(NamedTuple):
@@ -109,6 +117,15 @@ def within(
     return CacheView(k, v, allowed if prefix is None else join(allowed, prefix), False)
 
 
+def continued(
+    k: Tensor, v: Tensor, state: KeyValues | None, *, causal: bool, donate: bool = False, **given: Unpack[Visible]
+) -> tuple[CacheView, KeyValues | None]:
+    """Return what the queries of a call may see, and the next state: ``within`` without a state, else ``extend``."""
+    if state is None:
+        return within(k, v, causal=causal, **given), None
+    return extend(state, k, v, donate=donate, **given)
+
+
 def view(
     project: Callable[[Tensor], tuple[Tensor, Tensor]],
     x: Tensor,
@@ -138,11 +155,8 @@ def view(
     if isinstance(state, CachedContext):
         found = state.view()
     else:
-        k, v = project(x)
-        if state is None:
-            found = within(k, v, causal=causal, mask=mask, segments=segments, prefix=prefix)
-        else:
-            found, state = extend(state, k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
+        given: Visible = {"mask": mask, "segments": segments, "prefix": prefix}
+        found, state = continued(*project(x), state, causal=causal, donate=donate, **given)
     if record is not None:
         record["mask"] = found.allowed(x.shape[1])
     return found, state
@@ -218,8 +232,7 @@ def _extend_fixed(
     batch, _, n, _ = k.shape
     capacity = cache.keys.shape[2]
     if n != 1 or mask is not None or segments is not None or prefix is not None:
-        options: dict[str, Any] = {"mask": mask, "segments": segments, "prefix": prefix, "donate": donate}
-        view, added = extend(KeyValues(*cache), k, v, **options)
+        view, added = extend(KeyValues(*cache), k, v, mask=mask, segments=segments, prefix=prefix, donate=donate)
         return view, fixed(added, capacity)
     if readable(cache.length) and batch and counted("length", cache.length, capacity)[1] == capacity:
         raise ValueError(f"all {capacity} slots of the cache of fixed capacity are in use; fix a larger capacity")

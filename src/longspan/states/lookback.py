@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..ops import sparse
 from ..ops.softmax.dense import repeat
-from ..ops.sparse import Bias
+from ..ops.sparse import Bias, Logits
 from ..ops.tensors import positions
 from ..patterns import Pattern
 from . import kv_cache, window
@@ -63,12 +63,13 @@ def attend(
         with one, tokens are processed in parts that keep it small.
     """
     scale = float(q.shape[-1] ** -0.5) if scale is None else scale
+    how = Logits(scale, bias, layer)
     if state is None:
         o = sparse.attend(q, k, v, pattern, mask=mask, segments=segments, bias=bias, scale=scale, layer=layer)
         if record is not None:
             at, _ = positions(q.transpose(1, 2), mask=mask, segments=segments)
             seen = _real(mask, segments, at)
-            _record(record, q, WindowView(k, v, at, at, seen), pattern, layer, bias, scale)
+            _record(record, q, WindowView(k, v, at, at, seen), pattern, how)
         return o, None
     n, outs = q.shape[2], []
     if _from_nothing(state, n, mask, segments, record):
@@ -83,8 +84,8 @@ def attend(
         packed = None if segments is None else segments[:, part]
         view, state = _extend(state, k[:, :, part], v[:, :, part], own, packed, donate or start > 0)
         if record is not None:
-            _record(record, q, view, pattern, layer, bias, scale)
-        outs.append(_read(q[:, :, part], view, pattern, layer, bias, scale))
+            _record(record, q, view, pattern, how)
+        outs.append(_read(q[:, :, part], view, pattern, how))
     return torch.cat(outs, 2), state
 
 
@@ -123,16 +124,14 @@ def _extend(
     return WindowView(view.keys, view.values, at, slots, view.allowed(n).expand(len(k), 1, n, -1)[:, 0]), after
 
 
-def _read(q: Tensor, view: WindowView, pattern: Pattern, layer: int, bias: Bias | None, scale: float) -> Tensor:
-    allowed = sparse.allowed_at(pattern, view.at, view.slots, q.shape[1], layer) & view.visible[:, None]
+def _read(q: Tensor, view: WindowView, pattern: Pattern, how: Logits) -> Tensor:
+    allowed = sparse.allowed_at(pattern, view.at, view.slots, q.shape[1], how.layer) & view.visible[:, None]
     q = q.to(view.keys.dtype)
-    keys, values = (repeat(x, q.shape[1]) if bias is not None else x for x in (view.keys, view.values))
-    return sparse.by_rows(q, keys, values, allowed, bias, view.at, view.slots, scale)
+    keys, values = (repeat(x, q.shape[1]) if how.bias is not None else x for x in (view.keys, view.values))
+    return sparse.by_rows(q, keys, values, allowed, view.at, view.slots, how)
 
 
-def _record(
-    record: dict[str, Any], q: Tensor, view: WindowView, pattern: Pattern, layer: int, bias: Bias | None, scale: float
-) -> None:
-    allowed = sparse.allowed_at(pattern, view.at, view.slots, q.shape[1], layer) & view.visible[:, None]
-    matrix, lse = sparse.matrix(q, repeat(view.keys, q.shape[1]), allowed, bias, view.at, view.slots, scale)
+def _record(record: dict[str, Any], q: Tensor, view: WindowView, pattern: Pattern, how: Logits) -> None:
+    allowed = sparse.allowed_at(pattern, view.at, view.slots, q.shape[1], how.layer) & view.visible[:, None]
+    matrix, lse = sparse.matrix(q, repeat(view.keys, q.shape[1]), allowed, view.at, view.slots, how)
     record.update(mask=allowed, matrix=matrix, lse=lse)

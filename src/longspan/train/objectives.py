@@ -173,8 +173,9 @@ class NextToken(Objective):
 
             check(model)
         if run.intermediate or run.targets > 1:
-            options: dict[str, Any] = {"intermediate": run.intermediate, "targets": run.targets}
-            self.auxiliary = Auxiliary(model, **options, steps=run.steps, seed=run.seed)
+            self.auxiliary = Auxiliary(
+                model, intermediate=run.intermediate, targets=run.targets, steps=run.steps, seed=run.seed
+            )
 
     def attentions(self, model: Decoder) -> list[Attention]:
         return model.stack.attentions()

@@ -7,11 +7,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from longspan._utils.machine import machine
+from longspan._utils.spec import known
 
 from .._utils.tables import Table, duration
 from . import case, figures, limits, local, oracle
 from .candidates import Candidate, Local, Process, Refused, Remote
 from .case import Watch
+from .options import lengths, limit, option, rounds
 from .worker import Task
 
 DEFAULT = ("linear", "linear@torch", "sdpa")
@@ -24,15 +26,17 @@ SERVES = ("ft", "performer")  # of the other libraries' subjects
 class Options:
     """The settings of the benchmark."""
 
-    lengths: tuple[int, ...] = (1024, 4096, 16384, 65536)
-    batch: int = 1
-    heads: int = 8
-    size: int = 64
-    dtype: str = "float32"
-    rounds: int = 7
-    backward: bool = True
-    limit: float = 20.0
-    """seconds; calls expected to take longer are skipped"""
+    lengths: tuple[int, ...] = lengths(1024, 4096, 16384, 65536)
+    batch: int = option(1, "batch size")
+    heads: int = option(8, "attention heads")
+    size: int = option(64, "channels per head")
+    dtype: str = option("float32", "float32 or bfloat16", metavar="DTYPE")
+    rounds: int = rounds(7)
+    backward: bool = option(True, "measure the forward pass only")
+    limit: float = limit(20.0)
+
+    def __post_init__(self):
+        known(self.dtype, oracle.ALLOWED, "dtype")
 
 
 class AttentionRun:

@@ -18,6 +18,7 @@ from .._utils.tables import Table, duration
 from . import case
 from .candidates import Sampler
 from .case import Watch
+from .options import length, option, rounds
 
 DTYPES = ("float32", "bfloat16")
 BOUNDS = {"sequence": "copy", "step": "state in place"}
@@ -31,12 +32,11 @@ TRIED = 33  # tokens on which each candidate first has to agree with the definit
 class Options:
     """The settings of the benchmark."""
 
-    length: int = 2048
-    channels: int = 4096
-    width: int = 4
-    batches: tuple[int, ...] = (1, 64)
-    """sequences of the token step"""
-    rounds: int = 21
+    length: int = length(2048)
+    channels: int = option(4096, "channels")
+    width: int = option(4, "width of the kernel, in tokens")
+    batches: tuple[int, ...] = option((1, 64), "batch sizes of the decode step", "sizes")
+    rounds: int = rounds(21)
 
 
 Operands = tuple[Tensor, Tensor, Tensor, Tensor]

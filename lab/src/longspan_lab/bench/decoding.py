@@ -17,6 +17,7 @@ from . import case, decoders, oracle, throughput, worker
 from .attention import ROOM
 from .candidates import Candidate, Local, Process, Refused, Remote, Sampler
 from .case import Watch
+from .options import length, limit, option, rounds
 from .worker import Task
 
 DEFAULT = ("linear@engine", "linear@plain", "linear@engine@bf16", "softmax@engine", "softmax@plain")
@@ -30,15 +31,12 @@ SMALL = DecoderConfig(dim=15, depth=2, heads=3, feedforward=7, vocab=11, positio
 class Options:
     """The settings of the benchmark."""
 
-    positions: tuple[int, ...] = (784, 3072, 16384)
-    batches: tuple[int, ...] = (1, 256)
-    rounds: int = 7
-    images: int = 3
-    """rounds of whole images; 0: none"""
-    tokens: int = 784
-    """of an image"""
-    limit: float = 150.0
-    """seconds; whole images are left out where they are expected to take longer"""
+    positions: tuple[int, ...] = option((784, 3072, 16384), "tokens before the timed one", "sizes")
+    batches: tuple[int, ...] = option((1, 256), "batch sizes", "sizes")
+    rounds: int = rounds(7)
+    images: int = option(3, "samples of whole images; 0: do not measure them", "count")
+    tokens: int = length(784, "tokens per image")
+    limit: float = limit(150.0, "images")
     shape: DecoderConfig = SHAPE
 
 

@@ -19,6 +19,7 @@ from .._utils.tables import Table
 from . import case, figures
 from .candidates import Process, Refused
 from .case import Watch
+from .options import length, option
 from .worker import Call, Makers, Task
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -33,15 +34,14 @@ ROOM = 0.8  # part of the memory that is free that a step may be expected to tak
 class Options:
     """The settings of the benchmark."""
 
-    depths: tuple[int, ...] = (2, 4, 8, 16, 24, 64)
-    length: int = 16384
-    attention: str = "linear"
-    dim: int = 128
-    heads: int = 4
-    feedforward: int = 512
-    feedforward_chunk: int = 0
-    limit: float = 20_000.0
-    """MB; steps expected to take more are skipped"""
+    depths: tuple[int, ...] = option((2, 4, 8, 16, 24, 64), "numbers of blocks", "sizes")
+    length: int = length(16384)
+    attention: str = option("linear", "a spec, or several separated by ';', tiled over the depth", metavar="SPEC")
+    dim: int = option(128, "width of the model, in channels")
+    heads: int = option(4, "attention heads")
+    feedforward: int = option(512, "inner width of the feed-forward network")
+    feedforward_chunk: int = option(0, "tokens per chunk of the feed-forward network; 0: no chunks", "count")
+    limit: float = option(20_000.0, "skip steps expected to take more than X MB, extrapolated linearly", "MB")
 
     def config(self, kind: str, depth: int) -> DecoderConfig:
         """The decoder's. Raises ValueError where the sizes do not fit each other."""

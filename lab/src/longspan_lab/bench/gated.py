@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Generator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from .._utils.tables import Table, duration
 from . import case, limits, oracle
 from .candidates import Refused, Sampler
 from .case import Watch
+from .options import length, option, rounds
 
 RULES = {
     "decay": ("head", False),
@@ -39,15 +40,19 @@ ALLOWED, COMPARED = oracle.ALLOWED["float32"], oracle.COMPARED  # tokens compare
 class Options:
     """The settings of the benchmark."""
 
-    rules: tuple[str, ...] = tuple(RULES)
-    length: int = 4096
-    batch: int = 1
-    heads: int = 8
-    key_heads: int = 8
-    size: int = 64
-    batches: tuple[int, ...] = (1, 64, 1024)
-    """of the token step; none: it is not measured"""
-    rounds: int = 7
+    rules: tuple[str, ...] = option(
+        tuple(RULES),
+        "what to measure, by default all: decay, 'channel decay', delta, 'gated delta', 'channel delta'",
+        "positional",
+        metavar="RULE",
+    )
+    length: int = length(4096)
+    batch: int = option(1, "batch size")
+    heads: int = option(8, "value heads")
+    key_heads: int = option(0, "heads of queries and keys; 0: as many as value heads", "count")
+    size: int = option(64, "channels per head")
+    batches: tuple[int, ...] = option((1, 64, 1024), "batch sizes of the decode step; 0: do not measure it", "optional")
+    rounds: int = rounds(7, "samples per candidate; three times as many for the decode step")
 
 
 def operands(rule: str, batch: int, length: int, options: Options) -> dict[str, Tensor | None]:
@@ -160,6 +165,7 @@ def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]
 
     Raises ValueError for an unknown rule, or heads that do not fit.
     """
+    options = replace(options, key_heads=options.key_heads or options.heads)
     for rule in options.rules:
         known(rule, RULES, "rule")
     if options.heads % options.key_heads:

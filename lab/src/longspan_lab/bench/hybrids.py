@@ -24,6 +24,7 @@ from .._utils.tables import Table, duration
 from . import case, worker
 from .candidates import Refused, Sampler
 from .case import Watch
+from .options import length, option, rounds
 
 COMMON = {
     "vocab_size": 32000,
@@ -156,12 +157,13 @@ DECODED = 16  # tokens in a sample
 class Options:
     """The settings of the benchmark."""
 
-    models: tuple[str, ...] = tuple(MODELS)
-    length: int = 2048
-    dtypes: tuple[str, ...] = DTYPES
-    rounds: int = 3
-    small: bool = False
-    """use models a few channels wide, as a smoke test"""
+    models: tuple[str, ...] = option(
+        tuple(MODELS), f"which of {', '.join(MODELS)} to measure, by default all", "positional", metavar="MODEL"
+    )
+    length: int = length(2048, "tokens per prompt and training step")
+    dtypes: tuple[str, ...] = option(DTYPES, "dtypes, separated by commas", "words", metavar="DTYPES")
+    rounds: int = rounds(3, "samples per implementation")
+    small: bool = option(False, "use models a few channels wide, as a smoke test of seconds")
 
 
 SMALL = {

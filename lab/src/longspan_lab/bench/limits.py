@@ -1,6 +1,7 @@
 """What this machine can do at most: matrix products, and moving bytes."""
 
 from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,12 +11,20 @@ from longspan._utils.machine import machine
 from . import case
 from .candidates import Sampler
 from .case import Watch
+from .options import rounds
 from .worker import Call
 
 SIZES = (512, 1024, 2048)  # of square matrices
 MEGABYTES = (0.5, 2.0, 8.0, 64.0, 256.0)  # of one array: second-level cache, last-level cache, memory
 FRESH = 64.0  # MB from which on glibc gives every array fresh pages
 DTYPES = ("float32", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The settings of the benchmark."""
+
+    rounds: int = rounds(7, "samples per figure")
 
 
 def gemm(size: int, dtype: str) -> Call:
@@ -71,12 +80,12 @@ TRAFFIC: dict[str, tuple[Callable[[int], Call], int]] = {
 }
 
 
-def run(rounds: int, watch: Watch) -> Generator[dict[str, Any], None, None]:
+def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]:
     """Measure the limits -> what ``report.write`` takes, as it grows."""
     rows: list[dict[str, Any]] = []
     for dtype in DTYPES:
         samplers = {f"gemm {size}": case.bound(gemm(size, dtype)) for size in SIZES}
-        found, _ = case.take(samplers, rounds, f"matrix products, {dtype}", watch)
+        found, _ = case.take(samplers, options.rounds, f"matrix products, {dtype}", watch)
         for name, figure in found.items():
             value = rate(name, figure.seconds)
             rows.append(
@@ -89,18 +98,18 @@ def run(rounds: int, watch: Watch) -> Generator[dict[str, Any], None, None]:
                     **figure.row(),
                 }
             )
-        yield _result(rounds, rows)
+        yield _result(options.rounds, rows)
     for megabytes in MEGABYTES:
         numbers = int(megabytes * 2**20 / 4)
         kinds = {name: kind for name, kind in TRAFFIC.items() if megabytes >= FRESH or name != "fill fresh pages"}
         samplers = {name: case.bound(make(numbers)) for name, (make, _) in kinds.items()}
-        found, _ = case.take(samplers, rounds, f"arrays of {megabytes:g} MB", watch)
+        found, _ = case.take(samplers, options.rounds, f"arrays of {megabytes:g} MB", watch)
         for name, figure in found.items():
             value = kinds[name][1] * 4 * numbers / figure.seconds / 1e9
             rows.append(
                 {"limit": name, "dtype": "float32", "size": megabytes, "value": value, "unit": "GB/s", **figure.row()}
             )
-        yield _result(rounds, rows)
+        yield _result(options.rounds, rows)
 
 
 def _result(rounds: int, rows: list[dict[str, Any]]) -> dict[str, Any]:

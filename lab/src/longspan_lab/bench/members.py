@@ -20,6 +20,7 @@ from .._utils.tables import Table, duration
 from . import case, figures, oracle
 from .candidates import Local, Process, Refused, Sampler
 from .case import Watch
+from .options import lengths, limit, option, rounds
 from .worker import Makers, Task
 
 MODES = ("forward", "forward+backward", "step")
@@ -33,15 +34,15 @@ SPARE = 1024  # tokens that a growing state has room for after those
 class Options:
     """The settings of the benchmark."""
 
-    members: tuple[str, ...] = ()
-    """specs; none: every registered mechanism, by its name alone"""
-    lengths: tuple[int, ...] = (1024, 4096, 16384)
-    dim: int = 256
-    heads: int = 4
-    rounds: int = 5
-    backward: bool = True
-    limit: float = 20.0
-    """seconds; calls expected to take longer are skipped"""
+    members: tuple[str, ...] = option(
+        (), "specs, separated by ';'; by default every mechanism", "specs", metavar="SPECS"
+    )
+    lengths: tuple[int, ...] = lengths(1024, 4096, 16384)
+    dim: int = option(256, "width of the model, in channels")
+    heads: int = option(4, "attention heads")
+    rounds: int = rounds(5, "samples per mechanism")
+    backward: bool = option(True, "measure the forward pass and the decode step only")
+    limit: float = limit(20.0)
 
 
 def built(spec: str, dim: int, heads: int) -> Attention:

@@ -23,6 +23,7 @@ from .._utils.tables import Table, duration
 from . import case, figures, oracle
 from .candidates import Local, Process, Refused
 from .case import Watch
+from .options import lengths, limit, option, rounds
 from .worker import Function, Makers, Task, inputs
 
 DEFAULT = (
@@ -46,19 +47,20 @@ ROOM = 0.8  # part of the free memory that a candidate may be expected to take
 class Options:
     """The settings of the benchmark."""
 
-    patterns: tuple[str, ...] = DEFAULT
-    lengths: tuple[int, ...] = (1024, 4096, 16384, 65536)
-    batch: int = 1
-    heads: int = 8
-    size: int = 64
-    rounds: int = 5
-    backward: bool = True
-    matrix: int = 4096
-    """tokens up to which the candidates that need all pairs of the pattern take part"""
-    limit: float = 5.0
-    """seconds; calls expected to take longer are skipped"""
-    flex: bool = False
-    """whether FlexAttention is measured too, forward only; torch compiles it for about a minute for each shape"""
+    patterns: tuple[str, ...] = option(DEFAULT, "patterns, separated by ';'", "specs", metavar="PATTERNS")
+    lengths: tuple[int, ...] = lengths(1024, 4096, 16384, 65536)
+    batch: int = option(1, "batch size")
+    heads: int = option(8, "attention heads")
+    size: int = option(64, "channels per head")
+    rounds: int = rounds(5)
+    backward: bool = option(True, "measure the forward pass only")
+    matrix: int = option(4096, "largest length at which sdpa with a dense mask and flex are measured", "count")
+    limit: float = limit(5.0)
+    flex: bool = option(False, "also measure the forward pass of FlexAttention, which compiles slowly")
+
+    def __post_init__(self):
+        for text in self.patterns:
+            patterns.parse(text)
 
 
 def find(name: str) -> Makers:
@@ -149,7 +151,7 @@ def definition(pattern: Pattern, q: Tensor, k: Tensor, v: Tensor, rows: Tensor) 
     n, scale = q.shape[1], q.shape[-1] ** -0.5
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     if len(rows) == n:
-        out = sparse.dense(q, k, v, pattern, scale=scale)[0]
+        out = sparse.dense(q, k, v, pattern, sparse.Logits(scale))[0]
     else:
         logits = (q[:, :, rows] @ k.mT * scale).masked_fill(~allowed(pattern, rows, n, q.shape[1]), -torch.inf)
         blind = (logits == -torch.inf).all(-1, keepdim=True)

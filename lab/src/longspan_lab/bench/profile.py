@@ -37,6 +37,7 @@ from .._utils.tables import Table, duration
 from . import case, gated, limits, oracle
 from .candidates import Refused
 from .case import Watch
+from .options import lengths, option, rounds
 from .worker import Call
 
 MODES = gated.MODES[:2]
@@ -102,14 +103,20 @@ Step = Callable[[], tuple[Tensor, Tensor]]
 class Options:
     """The settings of the benchmark."""
 
-    kernels: tuple[str, ...] = tuple(KERNELS)
-    lengths: tuple[int, ...] = (512, 4096, 16384, 65536)
-    heads: int = 8
-    size: int = 64
-    batches: tuple[int, ...] = (1, 16, 64, 1024)
-    """of the token step; none: it is not measured"""
-    rounds: int = 7
-    backward: bool = True
+    kernels: tuple[str, ...] = option(
+        tuple(KERNELS),
+        f"what to measure, by default all: {', '.join(repr(name) if ' ' in name else name for name in KERNELS)}",
+        "positional",
+        metavar="KERNEL",
+    )
+    lengths: tuple[int, ...] = lengths(512, 4096, 16384, 65536)
+    heads: int = option(8, "attention heads; scans and the convolution have heads x size channels")
+    size: int = option(64, "channels per head")
+    batches: tuple[int, ...] = option(
+        (1, 16, 64, 1024), "batch sizes of the decode step; 0: do not measure it", "optional"
+    )
+    rounds: int = rounds(7, "samples per kernel and length; three times as many for the decode step")
+    backward: bool = option(True, "measure the forward pass and the decode step only")
 
 
 def operations(kernel: str, mode: str, size: int, tokens: int) -> int:

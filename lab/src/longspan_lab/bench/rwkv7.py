@@ -26,6 +26,7 @@ from . import case, worker
 from .candidates import Refused, Sampler
 from .case import Watch
 from .hybrids import COMPARED, DECODED, PROMPT
+from .options import length, option, rounds
 
 PACKAGE, OURS, TORCH = "rwkv", "longspan", "longspan, torch operations"
 MODES = ("prefill", "training step", "decoding")
@@ -36,11 +37,11 @@ ALLOWED = 1e-4  # relative distance of outputs, all numbers together
 class Options:
     """The settings of the benchmark."""
 
-    length: int = 2048
-    layers: int = 3
-    width: int = 1024
-    vocabulary: int = 32000
-    rounds: int = 3
+    length: int = length(2048, "tokens per prompt and training step")
+    layers: int = option(3, "layers of the model")
+    width: int = option(1024, "width of the model, a multiple of 64")
+    vocabulary: int = option(32000, "tokens of the vocabulary", "length")
+    rounds: int = rounds(3)
 
     def config(self) -> Any:
         """The model's config: the published sizes of a width, with fewer layers. Raises ValueError for a width."""

@@ -28,6 +28,7 @@ from . import worker
 from .candidates import Refused
 from .case import Watch
 from .guard import Guard, take_turns
+from .options import length, option, rounds
 
 POOL, HTTP = "pool", "HTTP"
 PERCENT = (50, 99)
@@ -42,14 +43,10 @@ class Options:
 
     model: str = "text"
     streams: tuple[int, ...] = (64, 512, 4096)
-    prompt: int = 32
-    """tokens of each prompt"""
-    tokens: int = 64
-    """tokens drawn for each stream"""
-    rounds: int = 5
-    """samples of a full pool's step"""
-    http: bool = True
-    """also ask a server on this machine, whose client takes processor time too"""
+    prompt: int = length(32, "tokens of each prompt")
+    tokens: int = length(64, "tokens drawn for each stream")
+    rounds: int = rounds(5, "samples of a step; with --peer loads of each server")
+    http: bool = option(True, "measure the pool only, without a server")
 
 
 def step_seconds(pool: Pool, rounds: int) -> tuple[float, float]:

@@ -12,6 +12,7 @@ from .._utils.tables import Table, duration
 from . import case, local, oracle
 from .candidates import Candidate, Local, Process, Refused, Remote
 from .case import Watch
+from .options import option, rounds
 
 DEFAULT = ("kernel", "linear", "linear@torch")
 BOUND = "state in place"
@@ -21,10 +22,10 @@ BOUND = "state in place"
 class Options:
     """The settings of the benchmark."""
 
-    batches: tuple[int, ...] = (1, 64, 1024)
-    heads: int = 8
-    size: int = 64
-    rounds: int = 21
+    batches: tuple[int, ...] = option((1, 64, 1024), "batch sizes", "sizes")
+    heads: int = option(8, "attention heads")
+    size: int = option(64, "channels per head")
+    rounds: int = rounds(21)
 
 
 def run(

@@ -1,5 +1,6 @@
 """Agents of equal size: recurrent networks that map observations to action logits and values."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from longspan.models.config import StackConfig
 from longspan.models.stacks import Stack
 from longspan.ops import lstm
 
-from .experiment import generator
+from .experiment import drawing
+from .learning import closest, parameters
 
 # name -> attention ("" for an LSTM), whether sub-layers are pre-norm, how they join the residual stream
 CORES: dict[str, tuple[str, bool, str]] = {
@@ -81,11 +83,9 @@ class Agent(nn.Module):
         attention, prenorm, residual = CORES[known(kind, CORES, "agent")]
         self.read = nn.Linear(observed, dim)
         if attention:
-            size: dict[str, Any] = {"dim": dim, "depth": depth, "heads": heads, "feedforward": 2 * dim}
+            config = StackConfig(dim=dim, depth=depth, heads=heads, feedforward=2 * dim, activation="relu")
             spec = attention.format(memory=memory)
-            self.core: Any = Transformer(
-                StackConfig(**size, attention=spec, activation="relu", prenorm=prenorm, residual=residual)
-            )
+            self.core: Any = Transformer(replace(config, attention=spec, prenorm=prenorm, residual=residual))
         else:
             self.core = LSTM(dim)
         self.policy, self.value = nn.Linear(dim, actions), nn.Linear(dim, 1)
@@ -110,26 +110,16 @@ class Agent(nn.Module):
 
 def count(kind: str, dim: int, observed: int, actions: int, **sizes: int) -> int:
     """Count the parameters of an agent of this width."""
-    return sum(
-        p.numel() for p in model_memory.shapes(lambda: Agent(kind, dim, observed, actions, **sizes)).parameters()
-    )
+    return parameters(model_memory.shapes(lambda: Agent(kind, dim, observed, actions, **sizes)))
 
 
 def fitting(kind: str, wanted: int, observed: int, actions: int, *, heads: int, **sizes: int) -> int:
     """The width, a multiple of ``heads``, whose parameter count is closest to the given one."""
-    below, above = 0, 1
-    while count(kind, above * heads, observed, actions, heads=heads, **sizes) < wanted:
-        below, above = above, 2 * above
-    while above - below > 1:
-        middle = (below + above) // 2
-        less = count(kind, middle * heads, observed, actions, heads=heads, **sizes) < wanted
-        below, above = (middle, above) if less else (below, middle)
-    near = [width * heads for width in (below, above) if width]
-    return min(near, key=lambda dim: abs(count(kind, dim, observed, actions, heads=heads, **sizes) - wanted))
+    sizes |= {"heads": heads}
+    return heads * closest(lambda width: count(kind, width * heads, observed, actions, **sizes), wanted)
 
 
 def born(seed: int, kind: str, dim: int, observed: int, actions: int, **sizes: int) -> Agent:
     """An agent with initial weights that depend on the seed alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator(seed, "weights").initial_seed())
+    with drawing(seed, "weights"):
         return Agent(kind, dim, observed, actions, **sizes)

@@ -34,14 +34,19 @@ class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
     estimators: tuple[str, ...] = setting(tuple(ESTIMATORS), f"of {', '.join(ESTIMATORS)}")
-    features: tuple[int, ...] = setting((16, 32, 64, 128, 256, 512, 1024), "even numbers of features", least=2)
-    size: int = setting(16, "channels of a head, D", least=2)
-    length: int = setting(512, "number of queries, keys and values, all Gaussian", least=1)
-    spreads: tuple[float, ...] = setting((0.5, 1.0), "standard deviations of queries and keys")
-    draws: int = setting(20, "independent sets of rows for the output", least=2)
-    pairs: int = setting(1000, "independent sets of rows for the kernel of single pairs", least=2)
+    features: tuple[int, ...] = setting(
+        (16, 32, 64, 128, 256, 512, 1024), "even numbers of features", least=2, quick=(8, 16)
+    )
+    size: int = setting(16, "channels of a head, D", least=2, quick=4)
+    length: int = setting(512, "number of queries, keys and values, all Gaussian", least=1, quick=7)
+    spreads: tuple[float, ...] = setting((0.5, 1.0), "standard deviations of queries and keys", quick=(0.5,))
+    draws: int = setting(20, "independent sets of rows for the output", least=2, quick=3)
+    pairs: int = setting(1000, "independent sets of rows for the kernel of single pairs", least=2, quick=5)
     angles: tuple[int, ...] = setting(
-        tuple(range(0, 181, 15)), "degrees between a query and a key, scaled to length 1", least=0
+        tuple(range(0, 181, 15)),
+        "degrees between a query and a key, scaled to length 1",
+        least=0,
+        quick=(0, 90, 135, 180),
     )
     seed: int = setting(0, "seed of queries, keys, values and rows")
 
@@ -55,9 +60,6 @@ class Settings(Buildable):
             raise ValueError(f"angles={max(self.angles)} must be at most 180 degrees")
         if odd := [f"{number}" for number in self.features if number % 2]:
             raise ValueError(f"features={odd[0]} must be even: most maps make two of each row")
-
-
-QUICK = Settings(features=(8, 16), size=4, length=7, spreads=(0.5,), draws=3, pairs=5, angles=(0, 90, 135, 180))
 
 
 def points(settings: Settings) -> list[Row]:
@@ -219,8 +221,8 @@ def _digits(x: Tensor) -> list[float]:
 
 EXPERIMENT = Experiment(
     about="how well random features approximate softmax, by their number, kind and rows",
-    scales={"laptop": Settings()},
-    quick=QUICK,
+    scales=Settings.scales(),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

@@ -23,18 +23,26 @@ class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
     kinds: tuple[str, ...] = setting(
-        tuple(retrieval.ENCODERS), f"without replacement: of {', '.join(retrieval.ENCODERS)}"
+        tuple(retrieval.ENCODERS),
+        f"without replacement: of {', '.join(retrieval.ENCODERS)}",
+        quick=("linear", "dpfp1", "favor64-kept", "softmax"),
     )
-    keys: tuple[int, ...] = setting((60, 100, 200, 400), "without replacement: numbers of keys S", least=2)
+    keys: tuple[int, ...] = setting(
+        (60, 100, 200, 400), "without replacement: numbers of keys S", least=2, quick=(5, 13)
+    )
     replacing: tuple[str, ...] = setting(
-        ("linear", "dpfp1", "dpfp2"), "with replacement: kinds, each with the rules sum and delta, linear with all"
+        ("linear", "dpfp1", "dpfp2"),
+        "with replacement: kinds, each with the rules sum and delta, linear with all",
+        quick=("linear",),
     )
-    repeated: tuple[int, ...] = setting((20, 60, 100, 200), "with replacement: numbers of keys S; 2 S tokens", least=2)
-    size: int = setting(64, "channels of a key, D", least=1)
-    steps: int = setting(1000, "maximum number of training steps", least=1)
+    repeated: tuple[int, ...] = setting(
+        (20, 60, 100, 200), "with replacement: numbers of keys S; 2 S tokens", least=2, quick=(5,)
+    )
+    size: int = setting(64, "channels of a key, D", least=1, quick=8)
+    steps: int = setting(1000, "maximum number of training steps", least=1, quick=30)
     rate: float = setting(1e-3, "learning rate of Adam", positive=True)
-    queries: int = setting(128, "minimum number of queries per step; a step reads whole sequences", least=1)
-    tests: int = setting(20, f"test sequences, every {EVERY} steps and at the end", least=1)
+    queries: int = setting(128, "minimum number of queries per step; a step reads whole sequences", least=1, quick=8)
+    tests: int = setting(20, f"test sequences, every {EVERY} steps and at the end", least=1, quick=2)
     patience: int = setting(4, "tests without an improvement of 1 % before training stops", least=1)
     seed: int = setting(0, "seed of weights and sequences")
 
@@ -45,18 +53,6 @@ class Settings(Buildable):
         for name in self.replacing:
             if retrieval.ENCODERS[name].features is None:
                 raise ValueError(f"replacing={name}: the delta rule needs a fixed feature map, which {name} has not")
-
-
-QUICK = Settings(
-    kinds=("linear", "dpfp1", "favor64-kept", "softmax"),
-    keys=(5, 13),
-    replacing=("linear",),
-    repeated=(5,),
-    size=8,
-    steps=30,
-    queries=8,
-    tests=2,
-)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -202,8 +198,8 @@ def draw(plt: Any, result: Result) -> Any:
 
 EXPERIMENT = Experiment(
     about="how many associations a memory of fixed size holds: retrieval loss by number of keys",
-    scales={"laptop": Settings()},
-    quick=QUICK,
+    scales=Settings.scales(),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from longspan._utils import spec
 from longspan.attention import build
@@ -28,7 +28,7 @@ from .experiment import (
     generator,
     setting,
 )
-from .learning import finite
+from .learning import finite, fresh, keep, resumed
 
 EVERY, KEEP = 50, 200
 GOAL = 1e-2
@@ -36,25 +36,32 @@ GOAL = 1e-2
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """Settings of the experiment; the defaults are those of the laptop scale."""
+    """Settings of the experiment; the defaults are those of the laptop scale.
+
+    The publication gives no width; at the paper scale it is that of its image models.
+    """
 
     specs: str = setting(f"softmax; linear; {paper.LSH}", "attentions, separated by semicolons; one model each")
     seeds: tuple[int, ...] = setting(
-        (0,), "seeds of weights and sequences; one training per attention and seed", least=0
+        (0,),
+        "seeds of weights and sequences; one training per attention and seed",
+        least=0,
+        quick=(0, 1),
+        gpu=(0, 1, 2),
     )
-    length: int = setting(128, "even number of tokens: twice a separator and the symbols", least=4)
-    symbols: int = setting(10, "number of different symbols, without the separator", least=1)
-    dim: int = setting(128, "width of the models", least=1)
-    depth: int = setting(4, "number of blocks", least=1)
-    heads: int = setting(8, "heads of each attention", least=1)
-    feedforward: int = setting(256, "inner width of the feed-forward networks", least=1)
+    length: int = setting(128, "even number of tokens: twice a separator and the symbols", least=4, quick=10)
+    symbols: int = setting(10, "number of different symbols, without the separator", least=1, quick=3)
+    dim: int = setting(128, "width of the models", least=1, quick=8, gpu=256)
+    depth: int = setting(4, "number of blocks", least=1, quick=1)
+    heads: int = setting(8, "heads of each attention", least=1, quick=2)
+    feedforward: int = setting(256, "inner width of the feed-forward networks", least=1, quick=16, gpu=1024)
     positions: str = setting("sinusoidal", "positions: none, sinusoidal, learned or rotary")
-    batch: int = setting(16, "sequences per update", least=1)
-    steps: int = setting(1500, "number of updates", least=1)
+    batch: int = setting(16, "sequences per update", least=1, quick=3, gpu=64)
+    steps: int = setting(1500, "number of updates", least=1, quick=20, gpu=10_000)
     rate: float = setting(1e-3, "initial learning rate of RAdam", positive=True)
-    drop_at: int = setting(1200, "updates after which the learning rate drops to a tenth", least=1)
-    tests: int = setting(64, f"test sequences, every {EVERY} updates", least=1)
-    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
+    drop_at: int = setting(1200, "updates after which the learning rate drops to a tenth", least=1, quick=10, gpu=3000)
+    tests: int = setting(64, f"test sequences, every {EVERY} updates", least=1, quick=2)
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES, gpu="cuda")
 
     def __post_init__(self):
         super().__post_init__()
@@ -69,16 +76,8 @@ class Settings(Buildable):
 
     def config(self, attention: str) -> DecoderConfig:
         """The config of the decoder. Raises ValueError for inconsistent sizes."""
-        kind: dict[str, Any] = {"attention": attention, "vocab": self.symbols + 1, "positions": self.positions}
-        return DecoderConfig(**self.same("dim", "depth", "heads", "feedforward", "length"), **kind)
-
-
-QUICK = Settings(
-    seeds=(0, 1), length=10, symbols=3, dim=8, depth=1, heads=2, feedforward=16, batch=3, steps=20, drop_at=10, tests=2
-)
-
-# The publication gives no width; this is the width of its image models.
-PAPER = Settings(seeds=(0, 1, 2), dim=256, feedforward=1024, batch=64, steps=10_000, drop_at=3000, device="cuda")
+        same = self.same("dim", "depth", "heads", "feedforward", "length", "positions")
+        return DecoderConfig(attention=attention, vocab=self.symbols + 1, **same)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -102,34 +101,18 @@ def loss(model: Decoder, tokens: Tensor) -> Tensor:
     return F.cross_entropy(outputs[:, -half:].flatten(0, 1), tokens[:, -half:].flatten())
 
 
-def fresh(settings: Settings, attention: str, seed: int) -> Decoder:
-    """A decoder with initial weights that depend on the seed alone, with PyTorch's initialization.
-
-    Ours, with a deviation of 0.02, suit wider models.
-    """
-    with drawing(seed, "weights"):
-        model = Decoder(settings.config(attention))
-        for module in model.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                module.reset_parameters()
-    return model
-
-
 def measure(settings: Settings, point: Row, place: Place) -> Row:
     """One training -> ``curve``: [updates, test loss in nats]; ``test``: the last of these; ``reached``: updates until
     the test loss was first below GOAL, None for never.
     """
     seed, name = point["seed"], f"{point['spec']}-{point['seed']}"
-    model = fresh(settings, point["spec"], seed).to(settings.device)
+    model = fresh(settings.config(point["spec"]), seed).to(settings.device)
     optimizer = torch.optim.RAdam(model.parameters(), lr=settings.rate)
     tests = draw(settings, settings.tests, seed, "test").to(settings.device)
     run = TrainConfig(steps=settings.steps, learning_rate=settings.rate, schedule="drop", drop_at=settings.drop_at)
     first, curve = 0, [[0, test(model, tests)]]
-    kept = place.load(name)
-    if kept:
+    if kept := resumed(place, name, model=model, optimizer=optimizer):
         first, curve = kept["step"], kept["curve"]
-        model.load_state_dict(kept["model"])
-        optimizer.load_state_dict(kept["optimizer"])
     for step in place.track(range(first, settings.steps), settings.steps - first, f"copy {point['spec']}, seed {seed}"):
         optimizer.param_groups[0]["lr"] = rate(run, step)
         tokens = draw(settings, settings.batch, seed, "train", step).to(settings.device)
@@ -141,8 +124,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
         if done % EVERY == 0 or done == settings.steps:
             curve.append([done, test(model, tests)])
         if done % KEEP == 0:
-            now = {"step": done, "curve": curve, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
-            place.save(name, now)
+            keep(place, name, {"step": done, "curve": curve}, model=model, optimizer=optimizer)
     reached = next((done for done, value in curve if value < GOAL), None)
     return {"curve": curve, "test": curve[-1][1], "reached": reached}
 
@@ -187,8 +169,8 @@ def _order(result: Result) -> list[str]:
 
 EXPERIMENT = Experiment(
     about="how fast a transformer learns to copy a sequence, by its attention",
-    scales={"laptop": Settings(), "gpu": PAPER, "paper": PAPER},
-    quick=QUICK,
+    scales=Settings.scales("gpu", "paper"),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

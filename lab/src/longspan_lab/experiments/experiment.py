@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -63,18 +63,27 @@ class Place(NamedTuple):
 
 
 def setting(
-    default: Any, what: str, *, least: int | None = None, positive: bool = False, among: Mapping[str, Any] | None = None
+    laptop: Any,
+    what: str,
+    *,
+    least: int | None = None,
+    positive: bool = False,
+    among: Mapping[str, Any] | None = None,
+    **scales: Any,
 ) -> Any:
-    """Declare a field of an experiment's settings: its default, the help of its flag, and what it accepts.
+    """Declare a field of an experiment's settings: its values, the help of its flag, and what it accepts.
 
     Args:
-        default: the value at the laptop scale.
+        laptop: the value at the laptop scale, which is the default.
         what: the help.
         least: the smallest number, for a number or for each of several.
         positive: whether the number must be above 0.
         among: the accepted names.
+        scales: the values at the scales ``quick``, ``gpu`` and ``paper``. Without one, ``paper`` has the value of
+            ``gpu``, and the others have that of ``laptop``.
     """
-    return field(default=default, metadata={"help": what, "least": least, "positive": positive, "among": among})
+    rules = {"help": what, "least": least, "positive": positive, "among": among, "scales": scales}
+    return field(default=laptop, metadata=rules)
 
 
 def training(settings: Any, folder: Path, **fields: Any) -> TrainConfig:
@@ -109,6 +118,18 @@ class Buildable:
                 raise ValueError(f"{one.name}={value} must be positive")
             if rules["among"] is not None:
                 known(value, rules["among"], one.name)
+
+    @classmethod
+    def at(cls, scale: str) -> Self:
+        """Return the settings of a scale, see ``setting``."""
+        order = ("paper", "gpu") if scale == "paper" else (scale,)
+        given = {one.name: one.metadata["scales"] for one in fields(cls)}
+        return cls(**{name: of[one] for name, of in given.items() for one in reversed(order) if one in of})
+
+    @classmethod
+    def scales(cls, *larger: str) -> dict[str, Self]:
+        """Return the settings of the scale ``laptop`` and of the larger ones."""
+        return {scale: cls.at(scale) for scale in ("laptop", *larger)}
 
     def same(self, *names: str) -> dict[str, Any]:
         """The settings of these names, for a config whose fields have the same names."""

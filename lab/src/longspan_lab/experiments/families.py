@@ -3,6 +3,7 @@
 import functools
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -16,6 +17,8 @@ from longspan.models import likelihood
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.states.utils import nbytes
+
+from .learning import closest, parameters
 
 VOCAB = 256
 
@@ -120,8 +123,8 @@ def config(name: str, size: Size) -> DecoderConfig:
 def _config(name: str, size: Size, inner: int) -> DecoderConfig:
     family = FAMILIES[name]
     attention = family.attention.format(window=size.window, length=size.length)
-    same: dict[str, Any] = {"dim": size.dim, "depth": size.depth, "heads": size.heads, "vocab": VOCAB}
-    return DecoderConfig(attention=attention, positions=family.positions, feedforward=inner, **same)
+    config = DecoderConfig(dim=size.dim, depth=size.depth, heads=size.heads, vocab=VOCAB, feedforward=inner)
+    return replace(config, attention=attention, positions=family.positions)
 
 
 def _shapes(config: DecoderConfig) -> nn.Module:
@@ -132,18 +135,12 @@ def _shapes(config: DecoderConfig) -> nn.Module:
 def width(size: Size) -> int:
     """Width of the LSTM that is closest in size to the softmax decoder."""
     target = parameters(_shapes(config(REFERENCE, size)))
-    sizes = range(1, 8 * size.dim + 1)
-    return min(sizes, key=lambda dim: abs(_lstm(dim, size.layers) - target))
+    return closest(lambda dim: _lstm(dim, size.layers), target)
 
 
 def _lstm(dim: int, layers: int) -> int:
     """Weights of an LSTM: embedding, gates with two biases each, head."""
     return (VOCAB + 1) * dim + layers * (8 * dim * dim + 8 * dim) + VOCAB * (dim + 1)
-
-
-def parameters(model: nn.Module) -> int:
-    """Number of learned parameters."""
-    return sum(p.numel() for p in model.parameters())
 
 
 @torch.no_grad()

@@ -19,9 +19,9 @@ from .._utils.tables import Table
 from ..data import series
 from ..data.series import Series
 from . import published
-from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, check_device, generator, setting
+from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, check_device, drawing, setting
 from .forecaster import PENALTIES, Forecaster, Ridge, last_day, last_value
-from .learning import Learning, learn
+from .learning import Learning, learn, parameters
 
 VALUE, DAY, LINEAR = "the last value again", "the last day again", "linear map, ridge"
 BASELINES: dict[str, Callable[[Tensor, int], Tensor] | None] = {VALUE: last_value, DAY: last_day, LINEAR: None}
@@ -36,29 +36,40 @@ TESTED = 2**15
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """Settings of the experiment; the defaults are those of the laptop scale."""
+    """Settings of the experiment; the defaults are those of the laptop scale.
 
-    data: str = setting("ett", "ett (ETTh1, downloaded once), ett:FILE, ett:FOLDER, or synthetic")
+    At the paper scale those of the authors' scripts for ETTh1; six epochs of its windows are about as many steps.
+    """
+
+    data: str = setting("ett", "ett (ETTh1, downloaded once), ett:FILE, ett:FOLDER, or synthetic", quick="synthetic")
     series: str = setting(
         "all", "all: predict every series from all; or a name: that series from itself (published: OT)"
     )
-    specs: str = setting("informer; softmax; linear; gla", "attentions, separated by semicolons; one model each")
-    horizons: tuple[int, ...] = setting((24, 48, 168, 336, 720), "numbers of hours to predict", least=1)
-    reads: int = setting(0, "hours that the encoder reads; 0: the published number for each horizon", least=0)
-    label: int = setting(0, "how many of these the decoder starts with; 0: the published number", least=0)
+    specs: str = setting(
+        "informer; softmax; linear; gla",
+        "attentions, separated by semicolons; one model each",
+        quick="informer(factor=1); linear",
+    )
+    horizons: tuple[int, ...] = setting((24, 48, 168, 336, 720), "numbers of hours to predict", least=1, quick=(6, 12))
+    reads: int = setting(0, "hours that the encoder reads; 0: the published number for each horizon", least=0, quick=24)
+    label: int = setting(0, "how many of these the decoder starts with; 0: the published number", least=0, quick=12)
     seeds: tuple[int, ...] = setting((0,), "seeds of weights, order of the windows and synthetic series", least=0)
-    dim: int = setting(64, "width of the models", least=1)
-    heads: int = setting(4, "heads of each attention", least=1)
+    dim: int = setting(64, "width of the models", least=1, quick=8, gpu=512)
+    heads: int = setting(4, "heads of each attention", least=1, quick=2, gpu=8)
     depth: int = setting(2, "number of encoder blocks; the decoder has one", least=1)
-    feedforward: int = setting(128, "inner width of the feed-forward networks", least=1)
-    steps: int = setting(150, "number of training steps", least=1)
-    tokens: int = setting(4000, "hours per training step, which set the number of windows, at least 4", least=1)
-    batch: int = setting(0, "windows per training step; 0: set by --tokens", least=0)
-    rate: float = setting(3e-3, "peak learning rate of a cosine schedule", positive=True)
-    every: int = setting(25, "steps between two evaluations on validation windows; the best weights are kept", least=1)
-    looked: int = setting(32, "validation windows per evaluation, evenly spaced; 0: all", least=0)
-    tests: int = setting(128, "test windows, evenly spaced; 0: all", least=0)
-    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
+    feedforward: int = setting(128, "inner width of the feed-forward networks", least=1, quick=16, gpu=2048)
+    steps: int = setting(150, "number of training steps", least=1, quick=4, gpu=1600)
+    tokens: int = setting(
+        4000, "hours per training step, which set the number of windows, at least 4", least=1, quick=200
+    )
+    batch: int = setting(0, "windows per training step; 0: set by --tokens", least=0, gpu=32)
+    rate: float = setting(3e-3, "peak learning rate of a cosine schedule", positive=True, gpu=1e-4)
+    every: int = setting(
+        25, "steps between two evaluations on validation windows; the best weights are kept", least=1, quick=2, gpu=250
+    )
+    looked: int = setting(32, "validation windows per evaluation, evenly spaced; 0: all", least=0, quick=4, gpu=0)
+    tests: int = setting(128, "test windows, evenly spaced; 0: all", least=0, quick=8, gpu=0)
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES, gpu="cuda")
 
     def __post_init__(self):
         super().__post_init__()
@@ -91,31 +102,8 @@ class Settings(Buildable):
     def model(self, attention: str, channels: int, seed: int) -> Forecaster:
         """A model with initial weights that depend on the seed alone."""
         size = self.same("dim", "heads", "depth", "feedforward")
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(generator(seed, "weights").initial_seed())
+        with drawing(seed, "weights"):
             return Forecaster(attention, channels, **size)
-
-
-QUICK = Settings(
-    data="synthetic",
-    specs="informer(factor=1); linear",
-    horizons=(6, 12),
-    reads=24,
-    label=12,
-    dim=8,
-    heads=2,
-    feedforward=16,
-    steps=4,
-    tokens=200,
-    every=2,
-    looked=4,
-    tests=8,
-)
-
-# The authors' scripts for ETTh1; six epochs of its windows are about as many steps.
-PAPER = Settings(
-    dim=512, heads=8, feedforward=2048, steps=1600, batch=32, rate=1e-4, every=250, looked=0, tests=0, device="cuda"
-)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -211,7 +199,7 @@ def _trained(
     model.load_state_dict(best["model"])
     tested = errors(foretold(model), found, chosen, reads, horizon)
     step = min(curve, key=lambda one: one["mse"])["step"]
-    return {**tested, "curve": curve, "best": step, "parameters": sum(p.numel() for p in model.parameters())}
+    return {**tested, "curve": curve, "best": step, "parameters": parameters(model)}
 
 
 def spaced(begins: range, count: int) -> Tensor:
@@ -332,8 +320,8 @@ def draw(plt: Any, result: Result) -> Any:
 
 EXPERIMENT = Experiment(
     about="forecasts of an electricity transformer by Informer, softmax, linear attention, GLA and a linear map",
-    scales={"laptop": Settings(), "gpu": PAPER, "paper": PAPER},
-    quick=QUICK,
+    scales=Settings.scales("gpu", "paper"),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

@@ -1,9 +1,6 @@
 """Images, pixel by pixel: what linear and softmax transformers of equal size learn and generate, and how fast."""
 
-import csv
-import io
-import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -11,62 +8,69 @@ import torch
 from torch import Tensor
 
 from longspan import data
-from longspan._utils import atomic_io, png, spec
+from longspan._utils import png, spec
 from longspan.attention import build
 from longspan.data import Dataset
 from longspan.generation.sampling import generate
-from longspan.models import checkpoint, likelihood
+from longspan.models import likelihood
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
-from longspan.train import TrainConfig, begun, bits, fit
+from longspan.train import TrainConfig, bits
 from longspan.train.evaluate import default_batch_size
 
 from . import images_report, images_speed, paper
 from .experiment import Buildable, Experiment, Place, Row, setting, training
+from .learning import curve, parameters, slug, train_decoder, trained
 
 DATA = ("digits", "mnist", "cifar10")
 
 
-def slug(attention: str) -> str:
-    """Return a spec as part of a file name.
-
-    >>> slug("softmax(kv_heads=2)")
-    'softmax-kv_heads-2'
-    """
-    return re.sub(r"\W+", "-", attention).strip("-")
-
-
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """Settings of the experiment; the defaults are those of the laptop scale."""
+    """Settings of the experiment; the defaults are those of the laptop scale.
 
-    data: str = setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits")
+    At the paper scale: Katharopoulos et al. 2020, section 4.2.1, 250 epochs of 55,000 images; the last 5000 of 60,000
+    are for validation.
+    """
+
+    data: str = setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits", quick="digits")
     attentions: str = setting(
         f"linear; softmax; {paper.LSH}",
         "attentions, separated by semicolons; one model each, compared with the first",
+        quick="linear; softmax",
+        gpu=f"linear; softmax; {paper.LSH_IMAGES}",
     )
-    dim: int = setting(128, "width of the models")
-    depth: int = setting(4, "number of blocks")
-    heads: int = setting(4, "heads of each attention")
+    dim: int = setting(128, "width of the models", quick=8, gpu=256)
+    depth: int = setting(4, "number of blocks", quick=1, gpu=8)
+    heads: int = setting(4, "heads of each attention", quick=2, gpu=8)
     likelihood: str = setting(
-        "categorical", "likelihood of a pixel: categorical, or a mixture such as logistics(mixtures=10)"
+        "categorical",
+        "likelihood of a pixel: categorical, or a mixture such as logistics(mixtures=10)",
+        quick="logistics(mixtures=2)",
+        gpu="logistics(mixtures=10)",
     )
-    steps: int = setting(120, "number of training steps for each model")
-    batch: int = setting(10, "images per training step")
-    optimizer: str = setting("adamw", "optimizer: adamw | radam")
-    learning_rate: float = setting(3e-3, "peak learning rate")
-    schedule: str = setting("cosine", "learning rate schedule: cosine | constant")
-    warmup: int = setting(20, "number of warm-up steps")
-    weight_decay: float = setting(0.05, "weight decay of matrices")
-    precision: str = setting("32", "training precision: 32 | bf16")
-    evaluate_every: int = setting(40, "steps between two evaluations on validation images")
-    evaluate_examples: int = setting(100, "validation images per evaluation; 0: all")
-    tests: int = setting(500, "test images at the end, evenly spaced; 0: all", least=0)
-    samples: int = setting(16, "images that each model generates; it completes about half as many", least=1)
+    steps: int = setting(120, "number of training steps for each model", quick=4, gpu=50_000, paper=1_375_000)
+    batch: int = setting(10, "images per training step", quick=3, gpu=40, paper=10)
+    optimizer: str = setting("adamw", "optimizer: adamw | radam", paper="radam")
+    learning_rate: float = setting(3e-3, "peak learning rate", gpu=1e-3, paper=1e-4)
+    schedule: str = setting("cosine", "learning rate schedule: cosine | constant", paper="constant")
+    warmup: int = setting(20, "number of warm-up steps", quick=1, gpu=500, paper=0)
+    weight_decay: float = setting(0.05, "weight decay of matrices", paper=0.0)
+    precision: str = setting("32", "training precision: 32 | bf16", gpu="bf16", paper="32")
+    evaluate_every: int = setting(
+        40, "steps between two evaluations on validation images", quick=2, gpu=1000, paper=5500
+    )
+    evaluate_examples: int = setting(100, "validation images per evaluation; 0: all", quick=2, gpu=1000)
+    tests: int = setting(500, "test images at the end, evenly spaced; 0: all", least=0, quick=3, gpu=0)
+    samples: int = setting(
+        16, "images that each model generates; it completes about half as many", least=1, quick=4, gpu=64
+    )
     top: float = setting(0.5, "given part of each completed image")
-    batches: tuple[int, ...] = setting((1, 64), "batch sizes of the speed measurements", least=1)
-    lengths: tuple[int, ...] = setting((98, 392, 784, 1568, 3072), "numbers of tokens before the timed one", least=1)
-    rounds: int = setting(3, "timing rounds", least=1)
+    batches: tuple[int, ...] = setting((1, 64), "batch sizes of the speed measurements", least=1, quick=(1, 2))
+    lengths: tuple[int, ...] = setting(
+        (98, 392, 784, 1568, 3072), "numbers of tokens before the timed one", least=1, quick=(7, 70)
+    )
+    rounds: int = setting(3, "timing rounds", least=1, quick=1)
     seed: int = setting(0, "seed of weights, order of the images and samples")
 
     def __post_init__(self):
@@ -101,55 +105,6 @@ class Settings(Buildable):
         return training(self, folder, **self.same("optimizer", "schedule", "weight_decay", "precision"))
 
 
-QUICK = Settings(
-    data="digits",
-    attentions="linear; softmax",
-    dim=8,
-    depth=1,
-    heads=2,
-    likelihood="logistics(mixtures=2)",
-    steps=4,
-    batch=3,
-    warmup=1,
-    evaluate_every=2,
-    evaluate_examples=2,
-    tests=3,
-    samples=4,
-    batches=(1, 2),
-    lengths=(7, 70),
-    rounds=1,
-)
-GPU = Settings(
-    attentions=f"linear; softmax; {paper.LSH_IMAGES}",
-    dim=256,
-    depth=8,
-    heads=8,
-    samples=64,
-    likelihood="logistics(mixtures=10)",
-    steps=50_000,
-    batch=40,
-    learning_rate=1e-3,
-    warmup=500,
-    precision="bf16",
-    evaluate_every=1000,
-    evaluate_examples=1000,
-    tests=0,
-)
-# Katharopoulos et al. 2020, section 4.2.1: 250 epochs of 55,000 images, the last 5000 of 60,000 being for validation.
-PAPER = replace(
-    GPU,
-    steps=1_375_000,
-    batch=10,
-    optimizer="radam",
-    learning_rate=1e-4,
-    schedule="constant",
-    warmup=0,
-    weight_decay=0.0,
-    precision="32",
-    evaluate_every=5500,
-)
-
-
 def points(settings: Settings) -> list[Row]:
     """The trainings; whole images by batch size; one token by batch size and by the tokens before it."""
     trainings = [{"what": "training", "attention": name} for name in settings.names()]
@@ -180,15 +135,18 @@ def train(settings: Settings, attention: str, place: Place) -> Row:
     """
     dataset, folder = data.load(settings.data), place.folder / slug(attention)
     config = settings.config(attention, dataset.vocab, dataset.length)
-    fit(config, settings.run(folder), resume=begun(folder))
-    model = trained(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+    model = train_decoder(config, settings.run(folder))
     found = bits(model, dataset, "test", default_batch_size(dataset.length), examples=settings.tests)
     for kind, images, columns in draw(settings, model, dataset, attention, place):
         path = place.folder.parent / f"images-{kind}-{slug(attention)}.png"
         png.save(path, dataset.picture(images.cpu()), columns=columns)
     line = curve(folder)
-    size = sum(p.numel() for p in model.parameters())
-    return {"parameters": size, "curve": line, "validation": min(row[2] for row in line), "test": round(found, 5)}
+    return {
+        "parameters": parameters(model),
+        "curve": line,
+        "validation": min(row[2] for row in line),
+        "test": round(found, 5),
+    }
 
 
 def draw(
@@ -220,33 +178,10 @@ def given(dataset: Dataset, top: float) -> int:
     return min(max(round(top * height), 1), height - 1) * dataset.length // height
 
 
-def trained(folder: Path) -> Decoder:
-    """The best checkpoint of a training. Raises ValueError if there is none."""
-    try:
-        return checkpoint.load(folder)
-    except ValueError as error:
-        raise ValueError(f"{error}; delete the experiment's JSON, too, so that the models are trained again") from error
-
-
-def curve(folder: Path) -> list[list]:
-    """A training's evaluations: [[steps made, seconds, validation bits per dim]].
-
-    The seconds are those of the training, evaluations included; those of each process that took part are summed.
-    """
-    found, before, last = [], 0.0, 0.0
-    for row in csv.DictReader(io.StringIO(atomic_io.read_text(folder / "metrics.csv"), newline="")):
-        seconds = float(row["seconds"])
-        # A process that resumes a training counts from zero.
-        before, last = before + (last if seconds < last else 0.0), seconds
-        if row["validation_bits"]:
-            found.append([int(row["step"]), round(before + seconds, 2), round(float(row["validation_bits"]), 5)])
-    return found
-
-
 EXPERIMENT = Experiment(
     about="image generation by linear and softmax transformers of equal size: bits per dim, samples, speed",
-    scales={"laptop": Settings(), "gpu": GPU, "paper": PAPER},
-    quick=QUICK,
+    scales=Settings.scales("gpu", "paper"),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=images_report.tables,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from longspan import data
 from longspan._utils import spec
@@ -33,39 +32,50 @@ from .experiment import (
     setting,
 )
 from .families import FAMILIES, Model, Size
-from .learning import finite
+from .learning import finite, keep, parameters, resumed, update
 
 BUDGETS = {"seconds": "each model trains for the same time", "steps": "for the same number of steps"}
 
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """Settings of the experiment; the defaults are those of the laptop scale."""
+    """Settings of the experiment; the defaults are those of the laptop scale.
+
+    At the GPU scale half an hour of one GPU for each model. The published figures are for enwik8: pass it as text:FILE.
+    """
 
     data: str = setting("text:stdlib", "a text: text:stdlib or text:PATH")
-    models: str = setting("; ".join(FAMILIES), "models, separated by semicolons")
-    length: int = setting(256, "bytes per example, and per segment of the model with a memory")
-    window: int = setting(64, "tokens in the local window")
-    dim: int = setting(96, "width of the models; the feed-forward networks equalize their size")
-    depth: int = setting(4, "number of blocks")
-    heads: int = setting(4, "heads of each attention")
-    layers: int = setting(2, "layers of the LSTM, whose width equalizes its size", least=1)
-    budget: str = setting("seconds", "equal budget of all models: seconds | steps", among=BUDGETS)
-    seconds: float = setting(
-        45.0, "seconds of training for each model with --budget seconds, without evaluations", positive=True
+    models: str = setting(
+        "; ".join(FAMILIES), "models, separated by semicolons", quick="softmax; transformer_xl; gla; lstm"
     )
-    steps: int = setting(500, "steps of training for each model with --budget steps", least=1)
-    batch: int = setting(8, "examples per training step", least=1)
-    learning_rate: float = setting(3e-3, "peak learning rate of a cosine schedule over the budget", positive=True)
-    warmup: int = setting(20, "number of warm-up steps", least=0)
-    looks: int = setting(10, "number of evaluations on validation text, evenly spaced over the budget", least=1)
-    evaluate_examples: int = setting(64, "validation examples per evaluation; 0: all", least=0)
-    tests: int = setting(512, "test examples at the end; 0: all", least=0)
-    context: int = setting(1000, "bytes before the timed generation; the state is measured after them", least=1)
-    tokens: int = setting(100, "bytes of the timed generation", least=1)
-    batches: tuple[int, ...] = setting((1, 16), "batch sizes of the generation", least=1)
-    rounds: int = setting(3, "timing rounds", least=1)
-    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
+    length: int = setting(256, "bytes per example, and per segment of the model with a memory", quick=16, gpu=1024)
+    window: int = setting(64, "tokens in the local window", quick=4, gpu=256)
+    dim: int = setting(96, "width of the models; the feed-forward networks equalize their size", quick=8, gpu=512)
+    depth: int = setting(4, "number of blocks", quick=1, gpu=8)
+    heads: int = setting(4, "heads of each attention", quick=2, gpu=8)
+    layers: int = setting(2, "layers of the LSTM, whose width equalizes its size", least=1, quick=1)
+    budget: str = setting("seconds", "equal budget of all models: seconds | steps", among=BUDGETS, quick="steps")
+    seconds: float = setting(
+        45.0, "seconds of training for each model with --budget seconds, without evaluations", positive=True, gpu=1800.0
+    )
+    steps: int = setting(500, "steps of training for each model with --budget steps", least=1, quick=4)
+    batch: int = setting(8, "examples per training step", least=1, quick=2, gpu=32)
+    learning_rate: float = setting(
+        3e-3, "peak learning rate of a cosine schedule over the budget", positive=True, gpu=1e-3
+    )
+    warmup: int = setting(20, "number of warm-up steps", least=0, quick=1, gpu=200)
+    looks: int = setting(
+        10, "number of evaluations on validation text, evenly spaced over the budget", least=1, quick=2, gpu=20
+    )
+    evaluate_examples: int = setting(64, "validation examples per evaluation; 0: all", least=0, quick=4, gpu=256)
+    tests: int = setting(512, "test examples at the end; 0: all", least=0, quick=20, gpu=0)
+    context: int = setting(
+        1000, "bytes before the timed generation; the state is measured after them", least=1, quick=9, gpu=4000
+    )
+    tokens: int = setting(100, "bytes of the timed generation", least=1, quick=3, gpu=500)
+    batches: tuple[int, ...] = setting((1, 16), "batch sizes of the generation", least=1, quick=(1, 2), gpu=(1, 64))
+    rounds: int = setting(3, "timing rounds", least=1, quick=1)
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES, gpu="cuda")
     seed: int = setting(0, "seed of weights and order of the examples")
 
     def __post_init__(self):
@@ -100,48 +110,6 @@ class Settings(Buildable):
         return self.learning_rate * rise * (1 + math.cos(math.pi * min(1.0, part))) / 2
 
 
-QUICK = Settings(
-    models="softmax; transformer_xl; gla; lstm",
-    length=16,
-    window=4,
-    dim=8,
-    depth=1,
-    heads=2,
-    layers=1,
-    budget="steps",
-    steps=4,
-    batch=2,
-    warmup=1,
-    looks=2,
-    evaluate_examples=4,
-    tests=20,
-    context=9,
-    tokens=3,
-    batches=(1, 2),
-    rounds=1,
-)
-
-# Half an hour of one GPU for each. The published figures are for enwik8: pass it as text:FILE.
-GPU = Settings(
-    length=1024,
-    window=256,
-    dim=512,
-    depth=8,
-    heads=8,
-    seconds=1800.0,
-    batch=32,
-    learning_rate=1e-3,
-    warmup=200,
-    looks=20,
-    evaluate_examples=256,
-    tests=0,
-    context=4000,
-    tokens=500,
-    batches=(1, 64),
-    device="cuda",
-)
-
-
 def points(settings: Settings) -> list[Row]:
     """The models. Raises ValueError if the requested GPU is missing."""
     check_device(settings.device)
@@ -171,7 +139,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     }
     return {
         "attention": FAMILIES[name].attention.format(window=settings.window, length=settings.length),
-        "parameters": families.parameters(model),
+        "parameters": parameters(model),
         "steps": kept["step"],
         "seconds": round(kept["seconds"], 2),
         "processor": round(kept["processor"], 2),
@@ -185,8 +153,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
 
 def born(settings: Settings, name: str) -> Model:
     """A model before training; it depends on the seed alone."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator(settings.seed, "weights").initial_seed())
+    with drawing(settings.seed, "weights"):
         return families.build(name, settings.size())
 
 
@@ -213,11 +180,11 @@ class Reader:
         outputs, _ = self.model(self.model.shift(tokens))
         return -self.model.likelihood.log_prob(outputs, tokens).mean()
 
-    def kept(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The carried state, for a file."""
         return {} if self.stream is None else self.stream.get_extra_state()
 
-    def go_on(self, kept: dict[str, Any]) -> None:
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
         """Resume from a saved state."""
         if self.stream is not None:
             self.stream.set_extra_state(kept)
@@ -231,11 +198,8 @@ def train(settings: Settings, name: str, model: Model, dataset: Dataset, place: 
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
     now: Row = {"step": 0, "seconds": 0.0, "processor": 0.0, "curve": []}
     reader = Reader(settings, name, model, dataset)
-    if kept := place.load(name):
+    if kept := resumed(place, name, model=model, optimizer=optimizer, reader=reader):
         now = {key: kept[key] for key in now}
-        model.load_state_dict(kept["model"])
-        optimizer.load_state_dict(kept["optimizer"])
-        reader.go_on(kept["reader"])
     else:
         # Compilation and allocation in the first call are not timed.
         Reader(settings, name, model, dataset).loss(0).backward()
@@ -251,18 +215,13 @@ def train(settings: Settings, name: str, model: Model, dataset: Dataset, place: 
             now["processor"] += time.process_time() - processor
         bits = held_out(settings, name, model, dataset, "validation", settings.evaluate_examples)
         now["curve"] = [*now["curve"], [now["step"], round(now["seconds"], 2), round(bits, 5)]]
-        weights = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "reader": reader.kept()}
-        place.save(name, now | weights)
+        keep(place, name, now, model=model, optimizer=optimizer, reader=reader)
     return now
 
 
 def _step(reader: Reader, optimizer: torch.optim.Optimizer, rate: float, step: int) -> None:
     optimizer.param_groups[0]["lr"] = rate
-    loss = finite(reader.loss(step), f"at step {step}", "--learning-rate")
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(reader.model.parameters(), 1.0)
-    optimizer.step()
+    update(reader.model, optimizer, finite(reader.loss(step), f"at step {step}", "--learning-rate"))
 
 
 def held_out(settings: Settings, name: str, model: Model, dataset: Dataset, split: str, examples: int) -> float:
@@ -334,8 +293,8 @@ def draw(plt: Any, result: Result) -> Any:
 
 EXPERIMENT = Experiment(
     about="byte models of every family and an LSTM, of equal size, in equal time: bits, speed, state",
-    scales={"laptop": Settings(), "gpu": GPU},
-    quick=QUICK,
+    scales=Settings.scales("gpu"),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

@@ -16,7 +16,7 @@ from longspan.modules.positions import parse
 from .._utils import plots
 from .._utils.tables import Table
 from .experiment import Buildable, Experiment, Place, Result, Row, generator, setting
-from .learning import Learning, fresh, learn
+from .learning import Learning, fresh, learn, parameters
 
 UNIVERSAL, TIED, DEEP = "universal", "plain, as many weights", "plain, as wide"
 VARIANTS = (UNIVERSAL, TIED, DEEP)
@@ -30,18 +30,22 @@ class Settings(Buildable):
     positions: str = setting(
         "sinusoidal; relative", "positions, separated by semicolons; every model is trained with each"
     )
-    longest: int = setting(8, "symbols of the longest training sequence; lengths start at 1", least=1)
-    tests: tuple[int, ...] = setting((4, 8, 12, 16, 24), "numbers of symbols of the test sequences", least=1)
-    symbols: int = setting(10, "number of different symbols", least=1)
-    offset: int = setting(32, "upper bound of the random start of sinusoidal positions in training", least=1)
-    steps: int = setting(4, "repetitions of the universal block; number of blocks of the plain models", least=1)
-    dim: int = setting(64, "width of the universal model and of the equally wide plain one", least=1)
-    narrow: int = setting(32, "width of the plain model with equally many weights", least=1)
-    heads: int = setting(4, "heads of each attention", least=1)
-    batch: int = setting(32, "sequences per update", least=1)
-    updates: int = setting(700, "number of updates", least=1)
+    longest: int = setting(8, "symbols of the longest training sequence; lengths start at 1", least=1, quick=3)
+    tests: tuple[int, ...] = setting(
+        (4, 8, 12, 16, 24), "numbers of symbols of the test sequences", least=1, quick=(2, 4)
+    )
+    symbols: int = setting(10, "number of different symbols", least=1, quick=3)
+    offset: int = setting(32, "upper bound of the random start of sinusoidal positions in training", least=1, quick=4)
+    steps: int = setting(
+        4, "repetitions of the universal block; number of blocks of the plain models", least=1, quick=2
+    )
+    dim: int = setting(64, "width of the universal model and of the equally wide plain one", least=1, quick=8)
+    narrow: int = setting(32, "width of the plain model with equally many weights", least=1, quick=4)
+    heads: int = setting(4, "heads of each attention", least=1, quick=2)
+    batch: int = setting(32, "sequences per update", least=1, quick=3)
+    updates: int = setting(700, "number of updates", least=1, quick=4)
     rate: float = setting(3e-3, "peak learning rate of a cosine schedule", positive=True)
-    count: int = setting(64, "test sequences of each length", least=1)
+    count: int = setting(64, "test sequences of each length", least=1, quick=3)
     seed: int = setting(0, "seed of weights and sequences", least=0)
 
     def buildable(self) -> None:
@@ -59,18 +63,9 @@ class Settings(Buildable):
             # As published, these are added before every step; relative positions act in every step anyway.
             depth, positions = 1, "none" if both else positions
             stack = f"universal(steps={self.steps}, coordinates={'both' if both else 'step'!r})"
-        same: dict[str, Any] = {
-            "heads": self.heads,
-            "feedforward": 2 * dim,
-            "attention": self.attention,
-            "stack": stack,
-        }
-        return DecoderConfig(dim=dim, depth=depth, vocab=self.symbols + 1, positions=positions, **same)
-
-
-QUICK = Settings(
-    longest=3, tests=(2, 4), symbols=3, offset=4, steps=2, dim=8, narrow=4, heads=2, batch=3, updates=4, count=3
-)
+        same = self.same("heads", "attention")
+        size = {"dim": dim, "depth": depth, "feedforward": 2 * dim, "vocab": self.symbols + 1}
+        return DecoderConfig(positions=positions, stack=stack, **size, **same)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -124,7 +119,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     name = f"{spec.split(settings.positions).index(positions)}-{VARIANTS.index(kind)}"
     curve = learn(model, Learning(name, settings.seed, settings.updates, settings.rate, loss, look), place)
     right = [copied(model, settings, length) for length in settings.tests]
-    return {"weights": sum(p.numel() for p in model.parameters()), "curve": curve, "right": right}
+    return {"weights": parameters(model), "curve": curve, "right": right}
 
 
 @torch.no_grad()
@@ -155,7 +150,7 @@ def draw(plt: Any, result: Result) -> Any:
     for (top, bottom), positions in zip(axes.T, kinds, strict=True):
         for row in result["rows"]:
             if row["positions"] == positions:
-                look: dict[str, Any] = {"color": f"C{VARIANTS.index(row['kind'])}", "label": row["kind"]}
+                look = {"color": f"C{VARIANTS.index(row['kind'])}", "label": row["kind"]}
                 top.plot([n for n, *_ in row["right"]], [100 * one for _, one, _ in row["right"]], "o-", **look)
                 bottom.plot([one["step"] for one in row["curve"]], [100 * one["right"] for one in row["curve"]], **look)
         top.axvline(result["settings"]["longest"], color="grey", linewidth=1, linestyle="--")
@@ -171,8 +166,8 @@ def draw(plt: Any, result: Result) -> Any:
 
 EXPERIMENT = Experiment(
     about="copying sequences longer than in training: a Universal Transformer and plain transformers",
-    scales={"laptop": Settings()},
-    quick=QUICK,
+    scales=Settings.scales(),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

@@ -1,6 +1,6 @@
 """The Long Range Arena: every mechanism classifies long sequences, in one configuration; accuracy and cost."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -15,8 +15,7 @@ from ..data import arena
 from ..data.arena import Arena
 from . import lra_published, lra_report
 from .experiment import DEVICES, Buildable, Experiment, Place, Row, at_least, check_device, generator, setting
-from .images import slug
-from .learning import Learning, learn
+from .learning import Learning, learn, parameters, slug
 from .lra_cost import cost
 from .lra_models import ALL, Classifier, Shape, both, mechanisms, shape, sized
 
@@ -29,39 +28,54 @@ class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
     specs: str = setting(
-        ALL, "attentions, separated by semicolons; a bare name gets fitting sizes; all: every mechanism"
+        ALL,
+        "attentions, separated by semicolons; a bare name gets fitting sizes; all: every mechanism",
+        quick="softmax; linformer; retention",
     )
-    tasks: tuple[str, ...] = setting(("listops", "image"), "tasks for all of these")
-    few: str = setting("; ".join(FEW), "attentions that also train on the other tasks")
+    tasks: tuple[str, ...] = setting(
+        ("listops", "image"), "tasks for all of these", gpu=("listops", "text", "retrieval", "image", "pathfinder")
+    )
+    few: str = setting("; ".join(FEW), "attentions that also train on the other tasks", quick="softmax")
     more: tuple[str, ...] = setting(
-        ("text", "retrieval", "pathfinder"), "tasks for these attentions only; none: no further tasks"
+        ("text", "retrieval", "pathfinder"),
+        "tasks for these attentions only; none: no further tasks",
+        quick=("retrieval", "pathfinder"),
+        gpu=(lra_report.NONE,),
     )
     listops: str = setting("made", "made (generated), or listops:FOLDER of TSV files")
-    image: str = setting("digits", "digits, mnist or cifar10 (the latter two also with :FOLDER)")
+    image: str = setting("digits", "digits, mnist or cifar10 (the latter two also with :FOLDER)", gpu="cifar10")
     text: str = setting("imdb", "imdb (a download), or imdb:FOLDER")
     retrieval: str = setting("text:stdlib", "text of many documents: text:stdlib or text:FOLDER")
     pathfinder: str = setting("made", "made: generated from the seed")
-    listops_length: int = setting(128, "maximum tokens of an expression; the shortest have a quarter")
-    text_length: int = setting(1024, "bytes of a review, from its start")
-    retrieval_length: int = setting(256, "bytes of a passage")
-    pathfinder_length: int = setting(256, "pixels of an image, a square number")
-    listops_steps: int = setting(200, "number of updates")
-    image_steps: int = setting(250, "number of updates")
-    text_steps: int = setting(800, "number of updates")
-    retrieval_steps: int = setting(200, "number of updates")
-    pathfinder_steps: int = setting(300, "number of updates")
-    examples: int = setting(10000, "maximum number of training examples", least=1)
-    tests: int = setting(1000, "maximum number of test examples, and of validation examples", least=1)
-    dim: int = setting(64, "width of the models", least=1)
-    depth: int = setting(2, "number of blocks", least=1)
-    heads: int = setting(2, "heads of each attention", least=1)
-    feedforward: int = setting(128, "inner width of the feed-forward networks", least=1)
-    batch: int = setting(16, "examples per update", least=1)
-    rate: float = setting(2e-3, "peak learning rate; a warm-up of a tenth, then a cosine schedule", positive=True)
-    cost_length: int = setting(2048, "tokens per sequence for the measurement of time and memory", least=1)
-    cost_batch: int = setting(1, "batch size of that measurement", least=1)
-    rounds: int = setting(5, "timing samples of that measurement", least=1)
-    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
+    listops_length: int = setting(
+        128, "maximum tokens of an expression; the shortest have a quarter", quick=16, gpu=2000
+    )
+    text_length: int = setting(1024, "bytes of a review, from its start", gpu=4000)
+    retrieval_length: int = setting(256, "bytes of a passage", quick=32, gpu=4000)
+    pathfinder_length: int = setting(256, "pixels of an image, a square number", quick=144, gpu=1024)
+    listops_steps: int = setting(200, "number of updates", quick=2, gpu=2000, paper=5000)
+    image_steps: int = setting(250, "number of updates", quick=2, gpu=2000, paper=35000)
+    text_steps: int = setting(800, "number of updates", gpu=2000, paper=20000)
+    retrieval_steps: int = setting(200, "number of updates", quick=2, gpu=2000, paper=5000)
+    pathfinder_steps: int = setting(300, "number of updates", quick=2, gpu=4000, paper=62400)
+    examples: int = setting(10000, "maximum number of training examples", least=1, quick=12, gpu=20000, paper=160000)
+    tests: int = setting(
+        1000, "maximum number of test examples, and of validation examples", least=1, quick=6, gpu=2000, paper=20000
+    )
+    dim: int = setting(64, "width of the models", least=1, quick=8, gpu=128, paper=256)
+    depth: int = setting(2, "number of blocks", least=1, quick=1, gpu=4)
+    heads: int = setting(2, "heads of each attention", least=1, gpu=4)
+    feedforward: int = setting(128, "inner width of the feed-forward networks", least=1, quick=8, gpu=512, paper=1024)
+    batch: int = setting(16, "examples per update", least=1, quick=4, gpu=32)
+    rate: float = setting(
+        2e-3, "peak learning rate; a warm-up of a tenth, then a cosine schedule", positive=True, gpu=1e-3
+    )
+    cost_length: int = setting(
+        2048, "tokens per sequence for the measurement of time and memory", least=1, quick=32, gpu=4000
+    )
+    cost_batch: int = setting(1, "batch size of that measurement", least=1, gpu=32)
+    rounds: int = setting(5, "timing samples of that measurement", least=1, quick=1)
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES, gpu="cuda")
     seed: int = setting(0, "seed of weights, order of the examples and generated data", least=0)
 
     def __post_init__(self):
@@ -98,68 +112,6 @@ class Settings(Buildable):
         """The classifier of bytes whose steps are timed."""
         own = self.dim, self.depth, self.heads, self.feedforward
         return Shape(sized(text, self.cost_length), *own, 256, self.cost_length, 1, 2)
-
-
-LAPTOP = Settings()
-PAPER = Settings(
-    tasks=("listops", "text", "retrieval", "image", "pathfinder"),
-    more=(lra_report.NONE,),
-    image="cifar10",
-    listops_length=2000,
-    text_length=4000,
-    retrieval_length=4000,
-    pathfinder_length=1024,
-    listops_steps=5000,
-    text_steps=20000,
-    retrieval_steps=5000,
-    image_steps=35000,
-    pathfinder_steps=62400,
-    examples=160000,
-    tests=20000,
-    dim=256,
-    depth=4,
-    heads=4,
-    feedforward=1024,
-    batch=32,
-    rate=1e-3,
-    cost_length=4000,
-    cost_batch=32,
-    device="cuda",
-)
-GPU = replace(
-    PAPER,
-    listops_steps=2000,
-    text_steps=2000,
-    retrieval_steps=2000,
-    image_steps=2000,
-    pathfinder_steps=4000,
-    examples=20000,
-    tests=2000,
-    dim=128,
-    feedforward=512,
-)
-QUICK = Settings(
-    specs="softmax; linformer; retention",
-    tasks=("listops", "image"),
-    few="softmax",
-    more=("retrieval", "pathfinder"),
-    listops_length=16,
-    retrieval_length=32,
-    pathfinder_length=144,
-    listops_steps=2,
-    image_steps=2,
-    retrieval_steps=2,
-    pathfinder_steps=2,
-    examples=12,
-    tests=6,
-    dim=8,
-    depth=1,
-    heads=2,
-    feedforward=8,
-    batch=4,
-    cost_length=32,
-    rounds=1,
-)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -214,7 +166,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
         "accuracy": round(tell("test", most=task.count("test")), 4),
         "majority": round(task.majority("test"), 4),
         "tests": task.count("test"),
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": parameters(model),
         "curve": curve,
     }
     # The weights are no longer needed.
@@ -229,8 +181,8 @@ def checksums(settings: Settings) -> dict[str, str]:
 
 EXPERIMENT = Experiment(
     about="the Long Range Arena: every mechanism classifies long sequences; accuracy, speed and memory in one picture",
-    scales={"laptop": LAPTOP, "gpu": GPU, "paper": PAPER},
-    quick=QUICK,
+    scales=Settings.scales("gpu", "paper"),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=lra_report.tables,

@@ -1,7 +1,6 @@
 """Cost of a classifier's training step by mechanism: seconds and peak memory."""
 
 import sys
-from typing import Any
 
 import torch
 
@@ -71,13 +70,8 @@ def weighed(shape: Shape, batch: int, device: str) -> float | None:
         return torch.cuda.max_memory_allocated() / 2**20
     if sys.platform != "linux":
         return None
-    task: dict[str, Any] = {
-        "what": "train",
-        "shape": shape,
-        "batch": batch,
-        "length": shape.length,
-        "threads": machine()["threads"],
-    }
+    sizes = {"batch": batch, "length": shape.length, "threads": machine()["threads"]}
+    task = {"what": "train", "shape": shape, **sizes}
     process = weigher()
     try:
         return process.ask(do="memory", subject=shape.spec, task=task)["mb"]

@@ -1,7 +1,7 @@
 """Reinforcement learning with a memory: GTrXL, transformers without its gates, and an LSTM."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from statistics import mean
 from typing import Any
 
@@ -13,6 +13,7 @@ from .._utils import palette, plots
 from .._utils.tables import Table
 from . import agents, tasks
 from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, check_device, generator, setting
+from .learning import keep, parameters, resumed
 from .ppo import Learning, learn, play
 
 LAST = 0.1  # last part of the curve that the table averages
@@ -22,26 +23,39 @@ LAST = 0.1  # last part of the curve that the table averages
 class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
-    tasks: tuple[str, ...] = setting(("repeat_previous", "autoencode"), f"of {', '.join(tasks.TASKS)}")
-    agents: tuple[str, ...] = setting(tuple(agents.CORES), f"of {', '.join(agents.CORES)}")
-    seeds: tuple[int, ...] = setting((0, 1, 2), "seeds of weights, episodes and actions; one training each", least=0)
-    steps: int = setting(90_000, "environment steps per training", least=1)
-    environments: int = setting(32, "number of parallel environments", least=1)
-    rollout: int = setting(104, "steps per environment between two updates; gradients reach that far", least=1)
-    block: int = setting(2, "rollouts after which all episodes restart and the training is saved", least=1)
-    parameters: int = setting(60_000, "number of parameters per agent, which sets its width", least=1)
-    depth: int = setting(2, "number of transformer blocks; an LSTM has one layer", least=1)
-    heads: int = setting(2, "heads of each attention", least=1)
-    memory: int = setting(128, "observations in the memory of a Transformer-XL", least=1)
-    rate: float = setting(2e-3, "initial learning rate; it falls linearly to 0", positive=True)
-    discount: float = setting(0.5, "discount of future rewards, per step")
+    tasks: tuple[str, ...] = setting(
+        ("repeat_previous", "autoencode"),
+        f"of {', '.join(tasks.TASKS)}",
+        quick=("repeat_previous",),
+        gpu=("repeat_previous", "autoencode", "memory_s7"),
+    )
+    agents: tuple[str, ...] = setting(
+        tuple(agents.CORES), f"of {', '.join(agents.CORES)}", quick=("LSTM", "GTrXL", "gated_deltanet")
+    )
+    seeds: tuple[int, ...] = setting(
+        (0, 1, 2), "seeds of weights, episodes and actions; one training each", least=0, quick=(0, 1)
+    )
+    steps: int = setting(90_000, "environment steps per training", least=1, quick=220, gpu=3_000_000)
+    environments: int = setting(32, "number of parallel environments", least=1, quick=2, gpu=64)
+    rollout: int = setting(
+        104, "steps per environment between two updates; gradients reach that far", least=1, quick=55, gpu=128
+    )
+    block: int = setting(2, "rollouts after which all episodes restart and the training is saved", least=1, quick=1)
+    parameters: int = setting(
+        60_000, "number of parameters per agent, which sets its width", least=1, quick=600, gpu=400_000
+    )
+    depth: int = setting(2, "number of transformer blocks; an LSTM has one layer", least=1, quick=1, gpu=3)
+    heads: int = setting(2, "heads of each attention", least=1, gpu=4)
+    memory: int = setting(128, "observations in the memory of a Transformer-XL", least=1, quick=8)
+    rate: float = setting(2e-3, "initial learning rate; it falls linearly to 0", positive=True, gpu=5e-4)
+    discount: float = setting(0.5, "discount of future rewards, per step", gpu=0.99)
     trace: float = setting(0.95, "lambda of the generalized advantage estimate")
     clip: float = setting(0.2, "clipping range of the ratio of new and old probabilities")
     entropy: float = setting(0.01, "weight of the entropy")
     value: float = setting(0.5, "weight of the values' squared error")
-    epochs: int = setting(4, "epochs per rollout", least=1)
-    parts: int = setting(4, "updates per epoch", least=1)
-    device: str = setting("cpu", "device of the agents: cpu | cuda", among=DEVICES)
+    epochs: int = setting(4, "epochs per rollout", least=1, quick=1)
+    parts: int = setting(4, "updates per epoch", least=1, quick=2)
+    device: str = setting("cpu", "device of the agents: cpu | cuda", among=DEVICES, gpu="cuda")
 
     def __post_init__(self):
         super().__post_init__()
@@ -84,22 +98,6 @@ class Settings(Buildable):
         return Learning(self.discount, self.trace, self.clip, self.entropy, self.value, self.epochs, self.parts)
 
 
-QUICK = Settings(
-    agents=("LSTM", "GTrXL", "gated_deltanet"),
-    seeds=(0, 1),
-    tasks=("repeat_previous",),
-    steps=220,
-    environments=2,
-    rollout=55,
-    block=1,
-    parameters=600,
-    depth=1,
-    memory=8,
-    epochs=1,
-    parts=2,
-)
-
-
 def points(settings: Settings) -> list[Row]:
     """Every agent in every task, once for each seed. Raises ValueError if the requested GPU is missing."""
     check_device(settings.device)
@@ -122,16 +120,13 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     agent = agents.born(seed, kind, dim, *seen, **settings.sizes).to(settings.device)
     optimizer = torch.optim.Adam(agent.parameters(), lr=settings.rate, eps=1e-5)
     name, blocks, first, curve = f"{task}-{kind}-{seed}", settings.steps // settings.each, 0, []
-    if kept := place.load(name):
+    if kept := resumed(place, name, agent=agent, optimizer=optimizer):
         first, curve = kept["blocks"], kept["curve"]
-        agent.load_state_dict(kept["agent"])
-        optimizer.load_state_dict(kept["optimizer"])
     for block in place.track(range(first, blocks), blocks - first, name):
         returns = trained(settings, agent, optimizer, batch, task, seed, block)
         curve.append([(block + 1) * settings.each, round(mean(returns), 5) if returns else None])
-        now = {"blocks": block + 1, "curve": curve, "agent": agent.state_dict(), "optimizer": optimizer.state_dict()}
-        place.save(name, now)
-    return {"parameters": sum(p.numel() for p in agent.parameters()), "dim": dim, "curve": curve}
+        keep(place, name, {"blocks": block + 1, "curve": curve}, agent=agent, optimizer=optimizer)
+    return {"parameters": parameters(agent), "dim": dim, "curve": curve}
 
 
 def trained(
@@ -217,26 +212,10 @@ def draw(plt: Any, result: Result) -> Any:
     return figure
 
 
-# MiniGrid rewards the end of an episode, so the discount is close to one.
-GPU = replace(
-    Settings(),
-    tasks=(*Settings().tasks, "memory_s7"),
-    steps=3_000_000,
-    environments=64,
-    rollout=128,
-    parameters=400_000,
-    depth=3,
-    heads=4,
-    rate=5e-4,
-    discount=0.99,
-    device="cuda",
-)
-
-
 EXPERIMENT = Experiment(
     about="tasks that need a memory, learned by PPO: GTrXL, Transformer-XL without gates, and an LSTM of equal size",
-    scales={"laptop": Settings(), "gpu": GPU},
-    quick=QUICK,
+    scales=Settings.scales("gpu"),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

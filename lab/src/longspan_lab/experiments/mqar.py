@@ -14,6 +14,7 @@ from .._utils import palette
 from .._utils.tables import Table
 from . import recall
 from .experiment import Buildable, Experiment, Place, Result, Row, drawing, generator, setting
+from .learning import update
 
 SPECS = (
     "softmax",
@@ -42,19 +43,27 @@ EVERY, DONE = 50, 0.995
 class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
-    specs: str = setting("; ".join(SPECS), "attentions, separated by semicolons; one model each")
-    dims: tuple[int, ...] = setting((8, 16, 32), "widths of the models, which set the size of the states", least=1)
-    rates: tuple[float, ...] = setting((1e-2, 3e-2), "learning rates; the best one counts")
+    specs: str = setting(
+        "; ".join(SPECS), "attentions, separated by semicolons; one model each", quick="softmax; deltanet"
+    )
+    dims: tuple[int, ...] = setting(
+        (8, 16, 32), "widths of the models, which set the size of the states", least=1, quick=(4, 8)
+    )
+    rates: tuple[float, ...] = setting((1e-2, 3e-2), "learning rates; the best one counts", quick=(1e-2,))
     heads: int = setting(1, "heads of each attention", least=1)
     depth: int = setting(1, "number of blocks", least=1)
     pairs: tuple[int, ...] = setting(
-        (2, 4, 8, 16), "numbers of key-value pairs in a sequence, in turns during training", least=1
+        (2, 4, 8, 16), "numbers of key-value pairs in a sequence, in turns during training", least=1, quick=(2, 3)
     )
-    tokens: int = setting(4, "tokens per pair in a sequence; more than 4 leave blanks between queries", least=4)
-    vocab: int = setting(32, "vocabulary size: half keys, half values")
-    steps: int = setting(500, f"training steps at most; fewer where all but {1 - DONE:.1%} is recalled", least=1)
-    batch: int = setting(32, "sequences per training step", least=1)
-    tests: int = setting(256, "test sequences for each number of pairs", least=1)
+    tokens: int = setting(
+        4, "tokens per pair in a sequence; more than 4 leave blanks between queries", least=4, quick=5
+    )
+    vocab: int = setting(32, "vocabulary size: half keys, half values", quick=8)
+    steps: int = setting(
+        500, f"training steps at most; fewer where all but {1 - DONE:.1%} is recalled", least=1, quick=9
+    )
+    batch: int = setting(32, "sequences per training step", least=1, quick=4)
+    tests: int = setting(256, "test sequences for each number of pairs", least=1, quick=8)
     seed: int = setting(0, "seed of weights and sequences")
 
     def __post_init__(self):
@@ -70,11 +79,6 @@ class Settings(Buildable):
             build(name, dim, self.heads)
 
 
-QUICK = Settings(
-    specs="softmax; deltanet", dims=(4, 8), pairs=(2, 3), tokens=5, vocab=8, steps=9, batch=4, tests=8, rates=(1e-2,)
-)
-
-
 def points(settings: Settings) -> list[Row]:
     """Every training, the narrow models first."""
     found = product(sorted(settings.dims), spec.split(settings.specs), settings.rates)
@@ -84,8 +88,7 @@ def points(settings: Settings) -> list[Row]:
 def measure(settings: Settings, point: Row, place: Place) -> Row:
     """Train once: accuracy for each number of pairs on new sequences, bytes of the state, steps made."""
     random = generator(settings.seed, point)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(random.initial_seed())
+    with drawing(settings.seed, point):
         model = recall.Recaller(point["spec"], point["dim"], settings.heads, settings.depth, settings.vocab)
     run = TrainConfig(steps=settings.steps, warmup=min(50, settings.steps), learning_rate=point["rate"])
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
@@ -93,11 +96,8 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     while step < settings.steps:
         optimizer.param_groups[0]["lr"] = rate(run, step)
         sequences = draw(settings, settings.pairs[step % len(settings.pairs)], settings.batch, random)
-        optimizer.zero_grad()
         with drawing(settings.seed, point, "step", step):
-            model.loss(sequences).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+            update(model, optimizer, model.loss(sequences))
         step += 1
         if step % EVERY == 0 and min(test(model, settings, settings.batch, random)) >= DONE:
             break
@@ -167,8 +167,8 @@ def picture(plt: Any, result: Result) -> Any:
 
 EXPERIMENT = Experiment(
     about="how much a state of given size recalls: accuracy of multi-query associative recall",
-    scales={"laptop": Settings()},
-    quick=QUICK,
+    scales=Settings.scales(),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

@@ -1,7 +1,6 @@
 """The choice of keys: images learned under sparse patterns of equal cost."""
 
 import statistics
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,37 +10,39 @@ import torch
 from longspan import data, patterns
 from longspan._utils import spec
 from longspan.models.config import DecoderConfig
-from longspan.train import TrainConfig, bits, fit
+from longspan.train import TrainConfig, bits
 from longspan.train.evaluate import default_batch_size
 
 from .._utils import plots
 from .._utils.tables import Table
 from .experiment import Buildable, Experiment, Place, Result, Row, setting, training
-from .images import DATA, curve, slug, trained
+from .images import DATA
+from .learning import curve, slug, train_decoder
 
 
 @dataclass(frozen=True)
 class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
-    data: str = setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits")
+    data: str = setting("mnist", "mnist, cifar10 (each also with :FOLDER) or digits", quick="digits")
     patterns: str = setting(
         "band(28); band(14) | columns(28); causal",
         "patterns, separated by semicolons, each joined with causal; all are compared with the first",
+        quick="band(8); band(4) | columns(8)",
     )
     seeds: tuple[int, ...] = setting(
         (0, 1), "seeds of weights and order of the images; one training per pattern and seed", least=0
     )
-    dim: int = setting(64, "width of the models")
-    depth: int = setting(2, "number of blocks")
-    heads: int = setting(4, "heads of each attention")
-    steps: int = setting(400, "number of training steps")
-    batch: int = setting(10, "images per training step")
+    dim: int = setting(64, "width of the models", quick=8)
+    depth: int = setting(2, "number of blocks", quick=1)
+    heads: int = setting(4, "heads of each attention", quick=2)
+    steps: int = setting(400, "number of training steps", quick=4)
+    batch: int = setting(10, "images per training step", quick=3)
     learning_rate: float = setting(3e-3, "peak learning rate of a cosine schedule")
-    warmup: int = setting(50, "number of warm-up steps")
-    evaluate_every: int = setting(100, "steps between two evaluations on validation images")
-    evaluate_examples: int = setting(250, "validation images per evaluation; 0: all")
-    tests: int = setting(1000, "test images at the end, evenly spaced; 0: all", least=0)
+    warmup: int = setting(50, "number of warm-up steps", quick=1)
+    evaluate_every: int = setting(100, "steps between two evaluations on validation images", quick=2)
+    evaluate_examples: int = setting(250, "validation images per evaluation; 0: all", quick=2)
+    tests: int = setting(1000, "test images at the end, evenly spaced; 0: all", least=0, quick=3)
 
     def __post_init__(self):
         super().__post_init__()
@@ -62,28 +63,12 @@ class Settings(Buildable):
 
     def config(self, pattern: str, vocab: int = 256, length: int = 784) -> DecoderConfig:
         """A model's config. Raises ValueError for inconsistent sizes."""
-        kind: dict[str, Any] = {"vocab": vocab, "length": length, "positions": "learned", "feedforward": 4 * self.dim}
-        return DecoderConfig(attention=f"sparse(pattern={pattern!r})", **self.same("dim", "depth", "heads"), **kind)
+        kind = {"vocab": vocab, "length": length, "feedforward": 4 * self.dim, **self.same("dim", "depth", "heads")}
+        return DecoderConfig(attention=f"sparse(pattern={pattern!r})", positions="learned", **kind)
 
     def run(self, folder: Path, seed: int) -> TrainConfig:
         """A training in a folder. Raises ValueError for a field out of range."""
         return training(self, folder, seed=seed)
-
-
-QUICK = Settings(
-    data="digits",
-    patterns="band(8); band(4) | columns(8)",
-    seeds=(0, 1),
-    dim=8,
-    depth=1,
-    heads=2,
-    steps=4,
-    batch=3,
-    warmup=1,
-    evaluate_every=2,
-    evaluate_examples=2,
-    tests=3,
-)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -99,13 +84,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     """
     dataset, folder = data.load(settings.data), place.folder / f"{slug(point['pattern'])}-{point['seed']}"
     config = settings.config(point["pattern"], dataset.vocab, dataset.length)
-    fit(
-        config,
-        settings.run(folder, point["seed"]),
-        resume=folder.is_dir() and any(folder.iterdir()),
-        progress=sys.stderr.isatty(),
-    )
-    model = trained(folder).to("cuda" if torch.cuda.is_available() else "cpu")
+    model = train_decoder(config, settings.run(folder, point["seed"]))
     found = bits(model, dataset, "test", default_batch_size(dataset.length), examples=settings.tests)
     seen = patterns.causal() & patterns.parse(point["pattern"])
     keys = seen.dense(dataset.length, heads=settings.heads).sum(-1).double().mean().item()
@@ -177,8 +156,8 @@ def _tests(result: Result, name: str) -> dict[int, float]:
 
 EXPERIMENT = Experiment(
     about="the choice of keys: images learned under sparse patterns of equal cost",
-    scales={"laptop": Settings()},
-    quick=QUICK,
+    scales=Settings.scales(),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

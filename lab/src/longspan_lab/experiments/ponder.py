@@ -23,18 +23,20 @@ class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
     attention: str = setting("local(window=2)", "attention of the repeated block; window=2 adds one bit per step")
-    penalties: tuple[float, ...] = setting((0.002, 0.02), "weights of the ponder cost; one training each")
-    bits: int = setting(6, "bits of a sequence; token t predicts the parity of the first t", least=1)
-    cap: int = setting(8, "maximum number of steps", least=1)
+    penalties: tuple[float, ...] = setting(
+        (0.002, 0.02), "weights of the ponder cost; one training each", quick=(0.01, 0.1)
+    )
+    bits: int = setting(6, "bits of a sequence; token t predicts the parity of the first t", least=1, quick=3)
+    cap: int = setting(8, "maximum number of steps", least=1, quick=3)
     bias: float = setting(-2.0, "initial bias of the halting unit; -2 gives about eight steps")
-    dim: int = setting(64, "width of the model", least=1)
+    dim: int = setting(64, "width of the model", least=1, quick=8)
     heads: int = setting(2, "heads of the attention", least=1)
-    feedforward: int = setting(128, "inner width of the feed-forward network", least=1)
-    batch: int = setting(64, "sequences per update", least=1)
-    steps: int = setting(600, "number of updates", least=1)
-    free: int = setting(300, "updates before steps have a price", least=0)
+    feedforward: int = setting(128, "inner width of the feed-forward network", least=1, quick=8)
+    batch: int = setting(64, "sequences per update", least=1, quick=3)
+    steps: int = setting(600, "number of updates", least=1, quick=4)
+    free: int = setting(300, "updates before steps have a price", least=0, quick=2)
     rate: float = setting(2e-3, "peak learning rate of a cosine schedule", positive=True)
-    tests: int = setting(512, "test sequences", least=1)
+    tests: int = setting(512, "test sequences", least=1, quick=5)
     seed: int = setting(0, "seed of weights and sequences", least=0)
 
     def __post_init__(self):
@@ -51,9 +53,6 @@ class Settings(Buildable):
         stack = f"act(steps={self.cap}, bias={self.bias})" if penalty else f"universal(steps={self.cap})"
         size = self.same("dim", "heads", "feedforward")
         return DecoderConfig(**size, depth=1, attention=self.attention, vocab=2, positions="none", stack=stack)
-
-
-QUICK = Settings(penalties=(0.01, 0.1), bits=3, cap=3, dim=8, feedforward=8, batch=3, steps=4, free=2, tests=5)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -132,7 +131,7 @@ def draw(plt: Any, result: Result) -> Any:
     figure, grid = plt.subplots(2, 2, figsize=(9.0, 7.4), layout="constrained")
     axes = grid.flat
     for i, row in enumerate(result["rows"]):
-        look: dict[str, Any] = {"color": f"C{i}", "label": label(row)}
+        look = {"color": f"C{i}", "label": label(row)}
         bits = range(1, len(row["errors"]) + 1)
         axes[0].plot(bits, row["ponders"], "o-", markersize=4, **look)
         axes[1].plot(bits, [100 * v for v in row["errors"]], "o-", markersize=4, **look)
@@ -154,8 +153,8 @@ def draw(plt: Any, result: Result) -> Any:
 
 EXPERIMENT = Experiment(
     about="adaptive computation time on parities: ponder time by difficulty, at several prices of a step",
-    scales={"laptop": Settings()},
-    quick=QUICK,
+    scales=Settings.scales(),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

@@ -21,7 +21,7 @@ from ..data import proteins
 from ..data.proteins import Proteins
 from . import published, residues
 from .experiment import DEVICES, Buildable, Experiment, Place, Result, Row, check_device, generator, setting
-from .learning import Learning, born, learn
+from .learning import Learning, born, learn, parameters
 from .residues import Asked, Rows
 
 CAUSAL, MASKED = "causal", "masked"
@@ -32,24 +32,35 @@ SPECS = ("softmax", "performer(map='relu', features=64)", "performer(features=64
 
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """Settings of the experiment; the defaults are those of the laptop scale."""
+    """Settings of the experiment; the defaults are those of the laptop scale.
 
-    data: str = setting("protein", "protein:FILE, a FASTA file of proteins; protein:FOLDER, with one; or synthetic")
-    specs: str = setting("; ".join(SPECS), "attentions, separated by semicolons; one model each")
-    length: int = setting(512, "residues per row; a row holds several proteins, and longer ones are cut", least=1)
-    dim: int = setting(64, "width of the models", least=1)
-    depth: int = setting(2, "number of blocks", least=1)
-    heads: int = setting(4, "heads of each attention", least=1)
-    steps: int = setting(400, "number of training steps", least=1)
-    batch: int = setting(8, "rows per training step", least=1)
-    rate: float = setting(3e-3, "peak learning rate of a cosine schedule", positive=True)
-    every: int = setting(50, "steps between two evaluations on validation proteins", least=1)
-    looked: int = setting(0, "validation rows per evaluation, evenly spaced; 0: all", least=0)
+    At the paper scale as deep, wide and long as published, for one GPU and your data; heads, rate and steps are ours.
+    """
+
+    data: str = setting(
+        "protein", "protein:FILE, a FASTA file of proteins; protein:FOLDER, with one; or synthetic", quick="synthetic"
+    )
+    specs: str = setting(
+        "; ".join(SPECS), "attentions, separated by semicolons; one model each", quick="softmax; performer(map='relu')"
+    )
+    length: int = setting(
+        512, "residues per row; a row holds several proteins, and longer ones are cut", least=1, quick=64, gpu=1024
+    )
+    dim: int = setting(64, "width of the models", least=1, quick=8, gpu=256, paper=512)
+    depth: int = setting(2, "number of blocks", least=1, quick=1, gpu=6, paper=36)
+    heads: int = setting(4, "heads of each attention", least=1, quick=2, gpu=8)
+    steps: int = setting(400, "number of training steps", least=1, quick=4, gpu=5000, paper=100_000)
+    batch: int = setting(8, "rows per training step", least=1, quick=2, gpu=16)
+    rate: float = setting(3e-3, "peak learning rate of a cosine schedule", positive=True, gpu=1e-3)
+    every: int = setting(
+        50, "steps between two evaluations on validation proteins", least=1, quick=2, gpu=250, paper=1000
+    )
+    looked: int = setting(0, "validation rows per evaluation, evenly spaced; 0: all", least=0, quick=2)
     draws: int = setting(
-        2, f"of {residues.SHARES} parts of the test's residues as many are masked, each in its turn", least=1
+        2, f"of {residues.SHARES} parts of the test's residues as many are masked, each in its turn", least=1, quick=1
     )
     seeds: tuple[int, ...] = setting((0,), "seed of weights, order, masks and synthetic proteins", least=0)
-    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES, gpu="cuda")
 
     def __post_init__(self):
         super().__post_init__()
@@ -81,35 +92,6 @@ class Settings(Buildable):
 def made(config: DecoderConfig | EncoderConfig) -> Decoder | Encoder:
     """The decoder or the encoder of a config."""
     return Decoder(config) if isinstance(config, DecoderConfig) else Encoder(config)
-
-
-QUICK = Settings(
-    data="synthetic",
-    specs="softmax; performer(map='relu')",
-    length=64,
-    dim=8,
-    depth=1,
-    heads=2,
-    steps=4,
-    batch=2,
-    every=2,
-    looked=2,
-    draws=1,
-)
-
-# As deep, wide and long as published, for one GPU and your data; heads, rate and steps are ours.
-PAPER = Settings(
-    length=1024,
-    dim=512,
-    depth=36,
-    heads=8,
-    steps=100_000,
-    batch=16,
-    rate=1e-3,
-    every=1000,
-    device="cuda",
-)
-GPU = replace(PAPER, dim=256, depth=6, steps=5000, every=250)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -181,7 +163,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
 
     curve = learn(model, Learning(name, seed, settings.steps, settings.rate, loss, look, settings.every), place)
     figures = tested(model, *questions["test"], settings.batch)
-    return {**figures, "curve": curve, "parameters": sum(p.numel() for p in model.parameters())}
+    return {**figures, "curve": curve, "parameters": parameters(model)}
 
 
 def asked(task: str, rows: Rows, random: torch.Generator, draws: int) -> list[Asked]:
@@ -291,8 +273,8 @@ def draw(plt: Any, result: Result) -> Any:
 
 EXPERIMENT = Experiment(
     about="amino acids predicted from the earlier ones or from all others: Performer, softmax, linear",
-    scales={"laptop": Settings(), "gpu": GPU, "paper": PAPER},
-    quick=QUICK,
+    scales=Settings.scales("gpu", "paper"),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

@@ -47,14 +47,25 @@ class Settings(Buildable):
     specs: str = setting(
         f"softmax; softmax@reference; linear; {paper.LSH}",
         "attentions, separated by semicolons; @BACKEND selects a backend",
+        quick="softmax; linear",
     )
-    lengths: tuple[int, ...] = setting(tuple(2**power for power in range(9, 17)), "tokens per sequence, N", least=SHORT)
-    tokens: int = setting(2**13, "tokens per batch; its sequences are this number divided by N, at least one", least=1)
-    heads: int = setting(8, "heads of the layer", least=1)
-    size: int = setting(32, "channels of a head", least=1)
-    rounds: int = setting(3, "timing samples; the median counts", least=1)
-    limit: float = setting(60.0, "limit in seconds per sequence, predicted from the previous length", positive=True)
-    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
+    lengths: tuple[int, ...] = setting(
+        tuple(2**power for power in range(9, 17)), "tokens per sequence, N", least=SHORT, quick=(64, 67)
+    )
+    tokens: int = setting(
+        2**13,
+        "tokens per batch; its sequences are this number divided by N, at least one",
+        least=1,
+        quick=128,
+        gpu=2**16,
+    )
+    heads: int = setting(8, "heads of the layer", least=1, quick=2)
+    size: int = setting(32, "channels of a head", least=1, quick=4)
+    rounds: int = setting(3, "timing samples; the median counts", least=1, quick=2, gpu=7, paper=3)
+    limit: float = setting(
+        60.0, "limit in seconds per sequence, predicted from the previous length", positive=True, paper=600.0
+    )
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES, gpu="cuda", paper="cpu")
     seed: int = setting(0, "seed of weights and inputs")
 
     def buildable(self) -> None:
@@ -65,9 +76,6 @@ class Settings(Buildable):
     def batch(self, length: int) -> int:
         """Sequences of a batch."""
         return max(self.tokens // length, 1)
-
-
-QUICK = Settings(specs="softmax; linear", lengths=(64, 67), tokens=128, heads=2, size=4, rounds=2)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -242,12 +250,8 @@ def draw(plt: Any, result: Result) -> Any:
 
 EXPERIMENT = Experiment(
     about="time and memory of one attention layer by length, forward and backward",
-    scales={
-        "laptop": Settings(),
-        "gpu": Settings(tokens=2**16, device="cuda", rounds=7),
-        "paper": Settings(tokens=2**16, limit=600.0),
-    },
-    quick=QUICK,
+    scales=Settings.scales("gpu", "paper"),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

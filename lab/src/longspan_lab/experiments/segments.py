@@ -1,10 +1,9 @@
 """Text in segments: memory, learned spans and auxiliary losses, and the speed of evaluation by states."""
 
 import math
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -14,13 +13,13 @@ import torch
 from longspan import data
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
-from longspan.train import TrainConfig, begun, fit, streaming_eval
+from longspan.train import TrainConfig, streaming_eval
 from longspan.train.evaluate import default_batch_size, total
 from longspan.train.learned import history
 
 from .._utils.tables import Table
 from .experiment import Buildable, Experiment, Place, Result, Row, setting, training
-from .images import curve, trained
+from .learning import curve, parameters, train_decoder
 
 VANILLA, XL, SPANS, AUXILIARY = "vanilla", "Transformer-XL", "XL + adaptive span", "vanilla + auxiliary losses"
 VARIANTS = {VANILLA: "vanilla", XL: "xl", SPANS: "spans", AUXILIARY: "auxiliary"}
@@ -33,28 +32,28 @@ class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
     data: str = setting("text:stdlib", "a text: text:stdlib or text:PATH")
-    length: int = setting(128, "bytes per segment")
-    memory: int = setting(128, "bytes of earlier segments in the memory of a layer")
-    span: int = setting(256, "maximum span of a head")
-    ramp: int = setting(32, "tokens over which the weights fall at the end of a span")
-    initial: float = setting(96.0, "initial span of all heads")
+    length: int = setting(128, "bytes per segment", quick=16)
+    memory: int = setting(128, "bytes of earlier segments in the memory of a layer", quick=16)
+    span: int = setting(256, "maximum span of a head", quick=16)
+    ramp: int = setting(32, "tokens over which the weights fall at the end of a span", quick=4)
+    initial: float = setting(96.0, "initial span of all heads", quick=8.0)
     penalty: float = setting(1e-5, "weight of the spans in the loss: nats per token of mean span, per layer")
     targets: int = setting(2, "tokens that each position predicts with auxiliary losses", least=1)
-    dim: int = setting(96, "width of the models")
-    depth: int = setting(4, "number of blocks")
-    heads: int = setting(4, "heads of each attention")
-    steps: int = setting(800, "training steps, with equally many bytes for each model")
-    batch: int = setting(8, "segments per training step")
+    dim: int = setting(96, "width of the models", quick=8)
+    depth: int = setting(4, "number of blocks", quick=2)
+    heads: int = setting(4, "heads of each attention", quick=2)
+    steps: int = setting(800, "training steps, with equally many bytes for each model", quick=4)
+    batch: int = setting(8, "segments per training step", quick=2)
     learning_rate: float = setting(3e-3, "peak learning rate of a cosine schedule")
-    warmup: int = setting(50, "number of warm-up steps")
-    evaluate_every: int = setting(100, "steps between two evaluations on validation text")
-    evaluate_examples: int = setting(64, "validation segments per evaluation; 0: all")
-    tests: int = setting(256, "test segments at the end; 0: all", least=0)
+    warmup: int = setting(50, "number of warm-up steps", quick=1)
+    evaluate_every: int = setting(100, "steps between two evaluations on validation text", quick=2)
+    evaluate_examples: int = setting(64, "validation segments per evaluation; 0: all", quick=4)
+    tests: int = setting(256, "test segments at the end; 0: all", least=0, quick=6)
     stride: int = setting(8, "stride of the test window in bytes", least=1)
     attended: tuple[int, ...] = setting(
-        (128, 256, 512, 1024, 2048), "numbers of visible tokens in the speed measurements", least=1
+        (128, 256, 512, 1024, 2048), "numbers of visible tokens in the speed measurements", least=1, quick=(16, 32)
     )
-    rounds: int = setting(3, "timing rounds", least=1)
+    rounds: int = setting(3, "timing rounds", least=1, quick=1)
     seed: int = setting(0, "seed of weights and order of the examples")
 
     def __post_init__(self):
@@ -82,35 +81,13 @@ class Settings(Buildable):
 
     def run(self, kind: str, folder: Path) -> TrainConfig:
         """A training in a folder. Raises ValueError for a field out of range."""
-        fields: dict[str, Any] = {"stream": True} if kind in STREAMS else {}
-        fields |= {"penalty": self.penalty} if kind == SPANS else {}
-        fields |= {"intermediate": True, "targets": self.targets} if kind == AUXILIARY else {}
-        return training(self, folder, **fields)
+        run = training(self, folder, stream=kind in STREAMS, penalty=self.penalty if kind == SPANS else 0.0)
+        return replace(run, intermediate=True, targets=self.targets) if kind == AUXILIARY else run
 
 
 def _model(settings: Settings, attention: str, **fields: Any) -> DecoderConfig:
     size = settings.same("dim", "depth", "heads")
     return DecoderConfig(attention=attention, feedforward=4 * settings.dim, vocab=256, **size, **fields)
-
-
-QUICK = Settings(
-    length=16,
-    memory=16,
-    span=16,
-    ramp=4,
-    initial=8.0,
-    dim=8,
-    depth=2,
-    heads=2,
-    steps=4,
-    batch=2,
-    warmup=1,
-    evaluate_every=2,
-    evaluate_examples=4,
-    tests=6,
-    attended=(16, 32),
-    rounds=1,
-)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -130,9 +107,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
         return speed(settings, point["attended"])
     kind = point["kind"]
     folder, dataset = place.folder / VARIANTS[kind], data.load(settings.data, settings.length)
-    fit(settings.config(kind), settings.run(kind, folder), resume=begun(folder), progress=sys.stderr.isatty())
-    model = trained(folder)
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model = train_decoder(settings.config(kind), settings.run(kind, folder))
     chosen = settings.tests
     rows = streaming_eval.rows(dataset, "test", chosen)
     ways: dict[str, Callable[[], torch.Tensor]] = {
@@ -144,7 +119,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     recorded = history(folder)
     spans = [z for _, heads in recorded[-1]["spans"] for z in heads] if recorded else None
     return {
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": parameters(model),
         "curve": curve(folder),
         "span": round(mean(spans), 2) if spans else None,
         "tests": {way: _tested(ways[way]) for way in ways},
@@ -254,8 +229,8 @@ def draw(plt: Any, result: Result) -> Any:
 
 EXPERIMENT = Experiment(
     about="text in segments: vanilla, with memory, learned spans or auxiliary losses; evaluation by states",
-    scales={"laptop": Settings()},
-    quick=QUICK,
+    scales=Settings.scales(),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

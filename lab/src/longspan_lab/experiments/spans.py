@@ -1,7 +1,6 @@
 """Learned attention spans, with and without a penalty on their length."""
 
 import math
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
@@ -13,12 +12,12 @@ from longspan import data
 from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
-from longspan.train import TrainConfig, bits, fit
+from longspan.train import TrainConfig, bits
 from longspan.train.evaluate import default_batch_size
 
 from .._utils.tables import Table
 from .experiment import Buildable, Experiment, Place, Result, Row, setting, training
-from .images import curve, trained
+from .learning import curve, train_decoder, trained
 
 FREE, PRICED, WINDOW = "spans, no penalty", "spans, penalty", "fixed window"
 VARIANTS = {FREE: "free", PRICED: "priced", WINDOW: "window"}
@@ -29,21 +28,25 @@ class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
     data: str = setting("text:stdlib", "a text: text:stdlib or text:PATH")
-    length: int = setting(256, "bytes per example")
-    span: int = setting(128, "maximum span in tokens")
-    ramp: int = setting(16, "tokens over which the weights fall at the end of a span")
-    initial: float = setting(64.0, "initial span of all heads")
-    penalty: float = setting(3e-5, "weight of the spans in the loss: nats per token of mean span, per layer")
-    dim: int = setting(64, "width of the models")
-    depth: int = setting(3, "number of blocks")
-    heads: int = setting(4, "heads of each attention")
-    steps: int = setting(400, "number of training steps")
-    batch: int = setting(8, "examples per training step")
+    length: int = setting(256, "bytes per example", quick=32)
+    span: int = setting(128, "maximum span in tokens", quick=16)
+    ramp: int = setting(16, "tokens over which the weights fall at the end of a span", quick=4)
+    initial: float = setting(64.0, "initial span of all heads", quick=8.0)
+    penalty: float = setting(
+        3e-5, "weight of the spans in the loss: nats per token of mean span, per layer", quick=0.01
+    )
+    dim: int = setting(64, "width of the models", quick=8)
+    depth: int = setting(3, "number of blocks", quick=2)
+    heads: int = setting(4, "heads of each attention", quick=2)
+    steps: int = setting(400, "number of training steps", quick=4)
+    batch: int = setting(8, "examples per training step", quick=2)
     learning_rate: float = setting(3e-3, "peak learning rate of a cosine schedule")
-    warmup: int = setting(50, "number of warm-up steps")
-    evaluate_every: int = setting(40, "steps between two records of the spans, with an evaluation on validation text")
-    evaluate_examples: int = setting(64, "validation examples per evaluation; 0: all")
-    tests: int = setting(256, "test examples at the end, evenly spaced; 0: all", least=0)
+    warmup: int = setting(50, "number of warm-up steps", quick=1)
+    evaluate_every: int = setting(
+        40, "steps between two records of the spans, with an evaluation on validation text", quick=2
+    )
+    evaluate_examples: int = setting(64, "validation examples per evaluation; 0: all", quick=2)
+    tests: int = setting(256, "test examples at the end, evenly spaced; 0: all", least=0, quick=3)
     seed: int = setting(0, "seed of weights and order of the examples")
 
     def __post_init__(self):
@@ -72,24 +75,6 @@ class Settings(Buildable):
         return training(self, folder, penalty=penalty, keep=self.steps // max(self.evaluate_every, 1) + 1)
 
 
-QUICK = Settings(
-    length=32,
-    span=16,
-    ramp=4,
-    initial=8.0,
-    penalty=0.01,
-    dim=8,
-    depth=2,
-    heads=2,
-    steps=4,
-    batch=2,
-    warmup=1,
-    evaluate_every=2,
-    evaluate_examples=2,
-    tests=3,
-)
-
-
 def points(settings: Settings) -> list[Row]:
     """Spans with and without a penalty, and a window of the same cost as the former."""
     return [{"kind": kind} for kind in VARIANTS]
@@ -107,12 +92,9 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     kind = point["kind"]
     folder, dataset = place.folder / VARIANTS[kind], data.load(settings.data, settings.length)
     keys = round(cost(trained(place.folder / VARIANTS[PRICED]))) if kind == WINDOW else 0.0
-    begun = folder.is_dir() and any(folder.iterdir())
-    fit(settings.config(kind, int(keys)), settings.run(kind, folder), resume=begun, progress=sys.stderr.isatty())
-    model, history = trained(folder), []
+    model, history = train_decoder(settings.config(kind, int(keys)), settings.run(kind, folder)), []
     if kind != WINDOW:
         keys, history = cost(model), learned(folder, settings)
-    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     found = bits(model, dataset, "test", default_batch_size(dataset.length), examples=settings.tests)
     line = [[step, value] for step, _, value in curve(folder)]
     return {"keys": round(keys, 2), "spans": history, "curve": line, "test": round(found, 5)}
@@ -120,7 +102,7 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
 
 def spans(model: Decoder) -> list[list[float]]:
     """The spans of the heads of each layer, in tokens."""
-    x = torch.zeros(1, 1, model.config.dim)
+    x = torch.zeros(1, 1, model.config.dim, device=model.device)
     return [attention.spans(x)[0, :, 0].tolist() for attention in model.stack.attentions()]  # pyright: ignore[reportCallIssue] (a method of the mechanism)
 
 
@@ -196,8 +178,8 @@ def _by_steps(axis: Any, history: list) -> None:
 
 EXPERIMENT = Experiment(
     about="learned attention spans on text, with and without a penalty, and a fixed window",
-    scales={"laptop": Settings()},
-    quick=QUICK,
+    scales=Settings.scales(),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

@@ -1,9 +1,7 @@
 """Speech recognition with CTC: encoders of equal size, errors on unseen speakers, training time."""
 
-import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 from longspan._utils import spec
 from longspan.attention import build
@@ -16,50 +14,47 @@ from ..speech import corpora
 from ..speech.corpus import Corpus
 from . import published, speech_report, speech_train
 from .experiment import DEVICES, Buildable, Experiment, Place, Row, check_device, setting
+from .learning import parameters, slug
 from .speech_train import LSTM, Training
 
 DIRECTIONS = ("bidirectional", "causal")
 
 
-def slug(encoder: str) -> str:
-    """An encoder as the name of a folder.
-
-    >>> slug("reformer(rounds=4)")
-    'reformer-rounds-4'
-    """
-    return re.sub(r"\W+", "-", encoder).strip("-")
-
-
 @dataclass(frozen=True)
 class Settings(Buildable):
-    """Settings of the experiment; the defaults are those of the laptop scale."""
+    """Settings of the experiment; the defaults are those of the laptop scale.
 
-    data: str = setting("fsdd", "fsdd (a download), fsdd:PATH, an4:FOLDER, or tones (synthetic)")
+    At the paper scale: Katharopoulos et al. 2020, section 4.3; their batches are as large as the GPU's memory.
+    """
+
+    data: str = setting("fsdd", "fsdd (a download), fsdd:PATH, an4:FOLDER, or tones (synthetic)", quick="tones")
     units: str = setting("letters", "predicted and counted units: letters | phonemes | words")
     speaker: str = setting("", "held-out speaker of fsdd; empty: the last by name")
-    longest: int = setting(24, "maximum digits per string; lengths start at 1", least=1)
+    longest: int = setting(24, "maximum digits per string; lengths start at 1", least=1, quick=3)
     encoders: str = setting(
-        "lstm; softmax; reformer(rounds=4); linear", "attentions and lstm, separated by semicolons; one model each"
+        "lstm; softmax; reformer(rounds=4); linear",
+        "attentions and lstm, separated by semicolons; one model each",
+        quick="lstm; softmax; linear",
     )
     direction: str = setting("bidirectional", "direction of the encoders: bidirectional | causal (for --stream)")
-    dim: int = setting(96, "width of the models")
-    depth: int = setting(3, "number of blocks, and of LSTM layers")
-    heads: int = setting(4, "heads of each attention")
+    dim: int = setting(96, "width of the models", quick=16, gpu=192)
+    depth: int = setting(3, "number of blocks, and of LSTM layers", quick=1, gpu=9)
+    heads: int = setting(4, "heads of each attention", quick=2, gpu=6)
     positions: str = setting("sinusoidal", "positions of the attentions: sinusoidal | rotary | none")
     stride: int = setting(2, "frames of 10 ms between two tokens")
     context: int = setting(8, "frames per token")
-    epochs: int = setting(40, "epochs for each encoder", least=1)
-    batch: int = setting(4, "utterances per update", least=1)
-    learning_rate: float = setting(2e-3, "peak learning rate", positive=True)
-    evaluate_every: int = setting(4, "epochs between two evaluations on validation utterances", least=1)
-    beams: int = setting(8, "beam size of the final test", least=1)
+    epochs: int = setting(40, "epochs for each encoder", least=1, quick=2, gpu=80)
+    batch: int = setting(4, "utterances per update", least=1, gpu=16)
+    learning_rate: float = setting(2e-3, "peak learning rate", positive=True, gpu=1e-4)
+    evaluate_every: int = setting(4, "epochs between two evaluations on validation utterances", least=1, quick=1)
+    beams: int = setting(8, "beam size of the final test", least=1, quick=2)
     lengths: tuple[int, ...] = setting(
-        (800, 1200, 1600, 2000, 2400), "frames per utterance in the timed steps", least=1
+        (800, 1200, 1600, 2000, 2400), "frames per utterance in the timed steps", least=1, quick=(200, 400)
     )
     step_stride: int = setting(1, "frames between two tokens in the timed steps", least=1)
-    step_batch: int = setting(2, "utterances per timed step", least=1)
-    rounds: int = setting(3, "timing rounds", least=1)
-    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES)
+    step_batch: int = setting(2, "utterances per timed step", least=1, gpu=16)
+    rounds: int = setting(3, "timing rounds", least=1, quick=1)
+    device: str = setting("cpu", "device: cpu or cuda", among=DEVICES, gpu="cuda")
     seed: int = setting(0, "seed of weights, strings of digits and order")
 
     def __post_init__(self):
@@ -81,8 +76,7 @@ class Settings(Buildable):
 
     def config(self, encoder: str, corpus: Corpus | None = None) -> TranscriberConfig:
         """A model's config; the LSTM has the size of softmax's. Raises ValueError where the sizes do not fit."""
-        names = ("dim", "depth", "heads", "positions", "stride", "context")
-        given: dict[str, Any] = {name: getattr(self, name) for name in names}
+        given = self.same("dim", "depth", "heads", "positions", "stride", "context")
         if corpus is not None:
             given |= {"labels": corpus.labels, "features": corpus.features, "rate": corpus.rate}
         attention = "softmax" if encoder == LSTM else encoder
@@ -98,33 +92,6 @@ class Settings(Buildable):
 @lru_cache(maxsize=1)
 def _corpus(data: str, units: str, speaker: str, longest: int, seed: int) -> Corpus:
     return corpora.load(data, units=units, speaker=speaker, longest=longest, seed=seed)
-
-
-QUICK = Settings(
-    data="tones",
-    encoders="lstm; softmax; linear",
-    longest=3,
-    dim=16,
-    depth=1,
-    heads=2,
-    epochs=2,
-    evaluate_every=1,
-    beams=2,
-    lengths=(200, 400),
-    rounds=1,
-)
-
-# Katharopoulos et al. 2020, section 4.3; their batches are as large as the GPU's memory.
-PAPER = Settings(
-    dim=192,
-    depth=9,
-    heads=6,
-    epochs=80,
-    batch=16,
-    learning_rate=1e-4,
-    step_batch=16,
-    device="cuda",
-)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -150,8 +117,7 @@ def train(settings: Settings, encoder: str, place: Place) -> Row:
     """See ``measure``."""
     corpus = settings.corpus()
     model = speech_train.build(encoder, settings.config(encoder, corpus), settings.seed).to(settings.device)
-    same = ("epochs", "batch", "learning_rate", "evaluate_every", "seed")
-    training = Training(slug(encoder), **{name: getattr(settings, name) for name in same})
+    training = Training(slug(encoder), **settings.same("epochs", "batch", "learning_rate", "evaluate_every", "seed"))
     found = speech_train.learn(model, corpus, training, place)
     if isinstance(model, Transcriber):
         kind = settings.data.partition(":")[0]
@@ -161,7 +127,7 @@ def train(settings: Settings, encoder: str, place: Place) -> Row:
         part: {how: _rounded(speech_train.errors(model, held, corpus.labels, beams)) for how, beams in _ways(settings)}
         for part, held in corpus.held.items()
     }
-    return {"parameters": speech_train.size(model), **found, "errors": errors}
+    return {"parameters": parameters(model), **found, "errors": errors}
 
 
 def _ways(settings: Settings) -> list[tuple[str, int]]:
@@ -193,8 +159,8 @@ def steps(settings: Settings, frames: int, place: Place) -> Row:
 
 EXPERIMENT = Experiment(
     about="speech recognition with CTC by encoders of equal size: errors on unseen speakers, training time",
-    scales={"laptop": Settings(), "gpu": PAPER, "paper": PAPER},
-    quick=QUICK,
+    scales=Settings.scales("gpu", "paper"),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=speech_report.tables,

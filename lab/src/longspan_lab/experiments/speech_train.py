@@ -20,7 +20,9 @@ from longspan.train import TrainConfig, rate
 
 from ..speech.corpus import Corpus, Utterance, batches, padded
 from ..speech.errors import rate as error_rate
-from .experiment import Place, Row, drawing, generator
+from . import learning
+from .experiment import Place, Row, drawing
+from .learning import closest, keep, parameters, resumed
 
 LSTM = "lstm"
 # Number of masked bands of channels per batch, and the widest as a part of all (Park et al. 2019).
@@ -52,31 +54,19 @@ class Recurrent(nn.Module):
 
 def build(encoder: str, config: TranscriberConfig, seed: int) -> Any:
     """A model with weights that depend on the seed alone: the transcriber of a config, or the LSTM of its size."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(generator(seed, "weights").initial_seed())
+    with drawing(seed, "weights"):
         model = Transcriber(config)
-        return Recurrent(config, hidden(config, size(model))) if encoder == LSTM else model
-
-
-def size(model: nn.Module) -> int:
-    """Number of learned parameters."""
-    return sum(p.numel() for p in model.parameters())
+        return Recurrent(config, hidden(config, parameters(model))) if encoder == LSTM else model
 
 
 def hidden(config: TranscriberConfig, wanted: int) -> int:
     """The width of the LSTM's layers whose parameter count is closest to the given one."""
 
-    def parameters(width: int) -> int:
+    def count(width: int) -> int:
         with torch.device("meta"):
-            return size(Recurrent(config, width))
+            return parameters(Recurrent(config, width))
 
-    low, high = 1, 1
-    while parameters(high) < wanted:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if parameters(middle) < wanted else (low, middle)
-    return min((low, high), key=lambda width: abs(parameters(width) - wanted))
+    return closest(count, wanted)
 
 
 class Training(NamedTuple):
@@ -102,11 +92,8 @@ def learn(model: Any, corpus: Corpus, training: Training, place: Place) -> Row:
     # Built for every epoch, so counted in the first one.
     run = TrainConfig(steps=training.epochs, learning_rate=training.learning_rate, warmup=max(1, training.epochs // 10))
     first, curve, seconds = 0, [], []
-    kept = place.load(training.name)
-    if kept:
+    if kept := resumed(place, training.name, model=model, optimizer=optimizer):
         first, curve, seconds = kept["epoch"], kept["curve"], kept["seconds"]
-        model.load_state_dict(kept["model"])
-        optimizer.load_state_dict(kept["optimizer"])
     for epoch in place.track(range(first, training.epochs), training.epochs - first, training.name):
         groups = batches(corpus.train(epoch), training.batch, (training.seed, 4, epoch))
         spent, nats = 0.0, 0.0
@@ -128,7 +115,7 @@ def learn(model: Any, corpus: Corpus, training: Training, place: Place) -> Row:
             found = errors(model, corpus.held["validation"], corpus.labels)
             curve.append([done, round(nats / len(groups), 4), round(found["labels"], 5)])
         now = {"epoch": done, "curve": curve, "seconds": seconds}
-        place.save(training.name, now | {"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        keep(place, training.name, now, model=model, optimizer=optimizer)
     model.eval()
     last = corpus.train(training.epochs - 1)
     return {
@@ -144,10 +131,7 @@ def update(model: Any, optimizer: Any, frames: Tensor, lengths: Tensor, targets:
     device = place_of(model)
     logits, counts = model(frames.to(device), lengths.to(device))
     loss = ctc.loss(logits, counts, targets)
-    optimizer.zero_grad()
-    loss.backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
+    learning.update(model, optimizer, loss)
     return loss.item()
 
 

@@ -17,7 +17,7 @@ from longspan.train import TrainConfig, bits, rate
 from .._utils import palette
 from .._utils.tables import Table
 from .experiment import Buildable, Experiment, Place, Result, Row, drawing, setting
-from .learning import finite
+from .learning import finite, update
 
 STARTS = ("swapped", "scratch")
 # Additional weights of a performer: the random rows, which its seed determines.
@@ -35,18 +35,18 @@ MARKS = {
 class Settings(Buildable):
     """Settings of the experiment; the defaults are those of the laptop scale."""
 
-    dim: int = setting(64, "width of the models", least=1)
-    depth: int = setting(3, "number of blocks", least=1)
-    heads: int = setting(4, "heads of each attention", least=1)
-    steps: int = setting(600, "training steps of the softmax transformer", least=1)
+    dim: int = setting(64, "width of the models", least=1, quick=8)
+    depth: int = setting(3, "number of blocks", least=1, quick=1)
+    heads: int = setting(4, "heads of each attention", least=1, quick=2)
+    steps: int = setting(600, "training steps of the softmax transformer", least=1, quick=4)
     rate: float = setting(3e-3, "peak learning rate of its cosine schedule", positive=True)
-    finetune: int = setting(150, "finetuning steps, and steps of the performer from scratch", least=1)
+    finetune: int = setting(150, "finetuning steps, and steps of the performer from scratch", least=1, quick=3)
     finetune_rate: float = setting(1e-3, "peak learning rate after the swap", positive=True)
-    batch: int = setting(32, "images per step", least=1)
-    features: tuple[int, ...] = setting((16, 64, 256), "random rows per head of the performers", least=1)
-    draws: int = setting(5, "independent sets of rows for testing the swapped weights", least=1)
-    every: int = setting(10, "steps between two evaluations on validation images", least=1)
-    images: int = setting(0, "images per evaluation; 0: all", least=0)
+    batch: int = setting(32, "images per step", least=1, quick=3)
+    features: tuple[int, ...] = setting((16, 64, 256), "random rows per head of the performers", least=1, quick=(3,))
+    draws: int = setting(5, "independent sets of rows for testing the swapped weights", least=1, quick=2)
+    every: int = setting(10, "steps between two evaluations on validation images", least=1, quick=2)
+    images: int = setting(0, "images per evaluation; 0: all", least=0, quick=2)
     seed: int = setting(0, "seed of weights, rows and order of the images")
 
     def buildable(self) -> None:
@@ -55,15 +55,12 @@ class Settings(Buildable):
 
     def config(self, attention: str) -> DecoderConfig:
         """The decoder's: 64 pixels of 17 levels. Raises ValueError for inconsistent sizes."""
-        kind: dict[str, Any] = {"attention": attention, "vocab": 17, "positions": "learned", "length": 64}
-        return DecoderConfig(**self.same("dim", "depth", "heads"), feedforward=4 * self.dim, **kind)
+        size = {**self.same("dim", "depth", "heads"), "feedforward": 4 * self.dim}
+        return DecoderConfig(attention=attention, vocab=17, positions="learned", length=64, **size)
 
     def performer(self, features: int) -> str:
         """The spec of a performer."""
         return f"performer(features={features}, seed={self.seed})"
-
-
-QUICK = Settings(dim=8, depth=1, heads=2, steps=4, finetune=3, batch=3, features=(3,), draws=2, every=2, images=2)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -147,13 +144,10 @@ def train(model: Decoder, settings: Settings, steps: int, highest: float, first:
         optimizer.param_groups[0]["lr"] = rate(run, step)
         chosen = batch_indices(dataset.count("train"), settings.seed, first + step, settings.batch)
         tokens = dataset.take("train", chosen)
-        optimizer.zero_grad()
         with drawing(settings.seed, "step", first + step):
             outputs, _ = model(model.shift(tokens))
             loss = -model.likelihood.log_prob(outputs, tokens).mean()
-            finite(loss, f"at step {step} of {model.config.attention}").backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+            update(model, optimizer, finite(loss, f"at step {step} of {model.config.attention}"))
         if (step + 1) % settings.every == 0 or step + 1 == steps:
             curve.append([step + 1, validation(model, settings)])
     return curve
@@ -241,8 +235,8 @@ def _mean(values: list[float]) -> str:
 
 EXPERIMENT = Experiment(
     about="what a performer retains of a trained softmax transformer whose weights it takes over",
-    scales={"laptop": Settings()},
-    quick=QUICK,
+    scales=Settings.scales(),
+    quick=Settings.at("quick"),
     points=points,
     measure=measure,
     tables=tables,

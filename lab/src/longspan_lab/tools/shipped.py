@@ -34,7 +34,7 @@ from longspan.train import TrainConfig, bits, recipes
 from longspan.train.evaluate import default_batch_size
 
 from ..bench import throughput
-from ..experiments import images, provenance
+from ..experiments import images, learning, provenance
 
 SAMPLES, SEED, STEPPED, TRAIN, BROKEN, SURE = 500, 0, 100, 20_000, 2000, 0.5
 BYTES, TEMPERATURE = 400, 0.7
@@ -67,7 +67,7 @@ def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES, about: 
         pretrained.FOLDER / name,
         extra={"run": settings, "step": header["step"]},
     )
-    model, curve = pretrained.load(name), images.curve(run)
+    model, curve = pretrained.load(name), learning.curve(run)
     record = {
         "command": command(header["config"], settings, name),
         **({"about": about} if about else {}),

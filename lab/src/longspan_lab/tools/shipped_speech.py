@@ -22,6 +22,7 @@ from longspan.models.transcriber import Transcriber
 
 from ..experiments import EXPERIMENTS, page, provenance, speech, speech_train
 from ..experiments.experiment import Result
+from ..experiments.learning import parameters
 from ..speech import corpora, fsdd
 from ..speech.digits import SPOKEN
 from ..speech.errors import rate
@@ -65,7 +66,7 @@ def ship(out: Path, encoder: str, source: str, name: str) -> dict[str, Any]:
         "machines": result["machines"],
         "data": result["data"],
         "licence": LICENCE,
-        "parameters": speech_train.size(model),
+        "parameters": parameters(model),
         "epochs": settings["epochs"],
         "cpu_seconds": result["cpu_seconds"],
         "curve": rows[0]["curve"],

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ...ops import gated
+from ...ops.gated.operands import check
 
 
 def causal_dot_product(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
@@ -23,7 +24,7 @@ def causal_dot_product(Q: Tensor, K: Tensor, V: Tensor) -> Tensor:
     References:
         Katharopoulos et al. 2020 (2006.16236), algorithm 1.
     """
-    gated.check(query=Q, key=K, value=V)
+    check(query=Q, key=K, value=V)
     if K.shape[1] != V.shape[1]:
         raise ValueError(f"K has {K.shape[1]} heads and V has {V.shape[1]}; they must have the same number")
     # Autocast may convert only some of the operands, which come from different layers.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...ops import gated
+from ...ops.gated.operands import check
 from ...ops.operands import check_scale
 from ...ops.tensors import upcast_half, wide_dtype
 from .arguments import laid_out, refuse, refuse_per_channel, refuse_per_head
@@ -431,7 +432,7 @@ def _recur(q, k, v, g, beta, scale, state, final, normalized, cu_seqlens) -> tup
     norm = "l2" if normalized else None
     named = {"log_decay": given.log_decay, "beta": given.beta, "state": given.state, "cu_seqlens": cu_seqlens}
     # The checks of the public operations, which name decays and step sizes differently.
-    gated.check(norm, query=given.q, key=given.k, value=given.v, **named)
+    check(norm, query=given.q, key=given.k, value=given.v, **named)
     out, end = gated.recur(given.q, given.k, given.v, scale=scale, normalize=norm, **named)
     return out.transpose(1, 2), end if final else None
 

@@ -1,52 +1,29 @@
 """The recurrence with decay and delta rule: P_t = Diag(alpha_t) S_{t-1}, S_t = P_t + beta_t k_t (v_t - P_t^T k_t)^T."""
 
 from functools import partial
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
 from .. import forms, onnx
+from ..arguments import StateOptions
 from ..custom_ops import exported
 from ..forms import Form, Forms
-from ..operands import check_donation, check_scale
+from ..operands import check_scale
 from ..tensors import per_root
 from . import chunks, definition, fla, native, triton
-from .operands import Recurrence, check, first_state, isolated_call, serve_with_keys
+from .operands import DecayOptions, DeltaOptions, Recurrence, RecurrenceOptions, call, first_state, serve_with_keys
 
 
 @overload
 def decay_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    log_decay: Tensor,
-    scale: float | None = None,
-    normalize: str | None = None,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
-    return_state: Literal[False] = False,
-    donate: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, *, return_state: Literal[False] = False, **options: Unpack[DecayOptions]
 ) -> Tensor: ...
 
 
 @overload
 def decay_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    log_decay: Tensor,
-    scale: float | None = None,
-    normalize: str | None = None,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
-    return_state: Literal[True],
-    donate: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, *, return_state: Literal[True], **options: Unpack[DecayOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -111,46 +88,23 @@ def decay_attention(
         Per channel: Yang et al. 2023 (2312.06635), eq. 3. Per head: Sun et al. 2023 (2307.08621), eq. 6, and Dao and
         Gu 2024 (2405.21060), eq. 16.
     """
-    given = (query, key, value, log_decay, None, state, mask, segments, cu_seqlens)
-    out, state = _call(*given, scale=scale, normalize=normalize, donate=donate)
+    check_scale(scale)
+    vectors = {"query": query, "key": key, "value": value, "log_decay": log_decay}
+    operands = partial(_operands, query, key, value, log_decay=log_decay, scale=scale, normalize=normalize)
+    given: StateOptions = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens, "state": state}
+    out, state = call(FORMS, operands, vectors, given, donate, normalize)
     return (out, state) if return_state else out
 
 
 @overload
 def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    beta: Tensor,
-    log_decay: Tensor | None = None,
-    scale: float | None = None,
-    normalize: str | None = None,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
-    return_state: Literal[False] = False,
-    donate: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, *, return_state: Literal[False] = False, **options: Unpack[DeltaOptions]
 ) -> Tensor: ...
 
 
 @overload
 def delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    beta: Tensor,
-    log_decay: Tensor | None = None,
-    scale: float | None = None,
-    normalize: str | None = None,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
-    return_state: Literal[True],
-    donate: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, *, return_state: Literal[True], **options: Unpack[DeltaOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -220,93 +174,51 @@ def delta_rule(
         Schlag et al. 2021 (2102.11174), eq. 24; Yang et al. 2024 (2406.06484), eq. 5. With a decay per head: Yang et
         al. 2024 (2412.06464), eq. 10. With a decay per channel: Kimi Team 2025 (2510.26692), eq. 1.
     """
-    given = (query, key, value, log_decay, beta, state, mask, segments, cu_seqlens)
-    out, state = _call(*given, scale=scale, normalize=normalize, donate=donate)
+    check_scale(scale)
+    vectors = {"query": query, "key": key, "value": value, "beta": beta, "log_decay": log_decay}
+    options: RecurrenceOptions = {"log_decay": log_decay, "beta": beta, "scale": scale, "normalize": normalize}
+    given: StateOptions = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens, "state": state}
+    operands = partial(_operands, query, key, value, **options)
+    out, state = call(FORMS, operands, vectors, given, donate, normalize)
     return (out, state) if return_state else out
 
 
-def _call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    scale: float | None,
-    normalize: str | None,
-    donate: bool,
-) -> tuple[Tensor, Tensor]:
-    """``decay_attention`` and ``delta_rule``."""
-    check_scale(scale)
-    if donate and state is not None:
-        check_donation(state, query=query, key=key, value=value, beta=beta, log_decay=log_decay)
-    declined = False
-    if mask is None and segments is None and cu_seqlens is None and state is not None and query.dim() == 4:
-        # Fast path for one-token decoding, which validates its own shapes.
-        r = _operands(query, key, value, log_decay, beta, state, None, None, None, scale, normalize)
-        found = forms.step(FORMS, r, donate) if normalize in (None, "l2") else None
-        if found is not None:
-            return found
-        declined = True
-    vectors = {"query": query, "key": key, "value": value, "log_decay": log_decay, "beta": beta}
-    check(normalize, **vectors, mask=mask, segments=segments, cu_seqlens=cu_seqlens, state=state)
-    r = _operands(query, key, value, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalize)
-    return isolated_call(partial(serve, declined=declined), r, donate)
-
-
 def recur(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    log_decay: Tensor | None = None,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    normalize: str | None = None,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
-    donate: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, donate: bool = False, **options: Unpack[RecurrenceOptions]
 ) -> tuple[Tensor, Tensor]:
     """``decay_attention`` and ``delta_rule`` without checks, by the fastest form.
 
-    ``log_decay=None`` means no decay and ``beta=None`` no delta rule. Returns o (B,H,N,E) in v's dtype and the state
-    (B,H,D,E).
+    Without ``log_decay`` there is no decay, and without ``beta`` no delta rule. Returns o (B,H,N,E) in v's dtype and
+    the state (B,H,D,E).
 
     Raises:
         ValueError: a forced backend cannot serve the call.
     """
-    r = _operands(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, scale, normalize)
+    r = _operands(q, k, v, **options)
     return forms.serve(FORMS, r, donate) if q.shape[-1] else serve(r, donate)
 
 
-def serve(r: Recurrence, donate: bool = False, declined: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute checked operands by the fastest form; ``declined`` as in ``forms.serve``."""
-    return serve_with_keys(FORMS, r, donate, declined)
+def serve(r: Recurrence, donate: bool = False) -> tuple[Tensor, Tensor]:
+    """Compute checked operands by the fastest form."""
+    return serve_with_keys(FORMS, r, donate)
 
 
-def _operands(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    beta: Tensor | None,
-    state: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float | None,
-    normalize: str | None,
-) -> Recurrence:
+def _operands(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[RecurrenceOptions]) -> Recurrence:
     """Return the operands as one value, with the defaults of scale and state."""
-    state = first_state(q, v, cu_seqlens) if state is None else state
-    factor = per_root(q.shape[-1]) if scale is None else scale
-    return Recurrence(q, k, v, log_decay, beta, state, mask, segments, cu_seqlens, factor, normalize is not None)
+    state, scale, offsets = options.get("state"), options.get("scale"), options.get("cu_seqlens")
+    return Recurrence(
+        q,
+        k,
+        v,
+        options.get("log_decay"),
+        options.get("beta"),
+        first_state(q, v, offsets) if state is None else state,
+        options.get("mask"),
+        options.get("segments"),
+        offsets,
+        per_root(q.shape[-1]) if scale is None else scale,
+        options.get("normalize") is not None,
+    )
 
 
 FORMS = Forms(

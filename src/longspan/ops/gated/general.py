@@ -1,18 +1,19 @@
 """The general delta rule: P_t = Diag(alpha_t) S_{t-1}, S_t = P_t + k_t v_t^T - e_t (P_t^T r_t)^T."""
 
 from functools import partial
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
 from .. import forms
+from ..arguments import StateOptions
 from ..custom_ops import exported
 from ..forms import Form, Forms
 from ..onnx import unrolled
-from ..operands import check_donation, check_scale
+from ..operands import check_scale
 from ..tensors import per_root
 from . import general_chunks, general_definition, general_native
-from .operands import GeneralRecurrence, check, first_state, isolated_call, serve_with_keys
+from .operands import GeneralOptions, GeneralRecurrence, GeneralRecurrenceOptions, call, first_state, serve_with_keys
 
 
 @overload
@@ -21,37 +22,14 @@ def general_delta_rule(
     key: Tensor,
     value: Tensor,
     *,
-    read: Tensor,
-    erase: Tensor,
-    log_decay: Tensor | None = None,
-    scale: float | None = None,
-    read_before_decay: bool = False,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
     return_state: Literal[False] = False,
-    donate: bool = False,
+    **options: Unpack[GeneralOptions],
 ) -> Tensor: ...
 
 
 @overload
 def general_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    read: Tensor,
-    erase: Tensor,
-    log_decay: Tensor | None = None,
-    scale: float | None = None,
-    read_before_decay: bool = False,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
-    return_state: Literal[True],
-    donate: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, *, return_state: Literal[True], **options: Unpack[GeneralOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -128,71 +106,48 @@ def general_delta_rule(
     """
     check_scale(scale)
     vectors = {"query": query, "key": key, "value": value, "read": read, "erase": erase, "log_decay": log_decay}
-    if donate and state is not None:
-        check_donation(state, **vectors)
-    given = (query, key, value, read, erase, log_decay)
-    declined = False
-    if mask is None and segments is None and cu_seqlens is None and state is not None and query.dim() == 4:
-        # Fast path for one-token decoding, which validates its own shapes.
-        r = _operands(*given, state, None, None, None, scale, read_before_decay)
-        if (found := forms.step(FORMS, r, donate)) is not None:
-            return found if return_state else found[0]
-        declined = True
-    check(None, **vectors, mask=mask, segments=segments, cu_seqlens=cu_seqlens, state=state)
-    r = _operands(*given, state, mask, segments, cu_seqlens, scale, read_before_decay)
-    out, after = isolated_call(partial(serve, declined=declined), r, donate)
+    options: GeneralRecurrenceOptions = {"read": read, "erase": erase, "log_decay": log_decay, "scale": scale}
+    options["read_before_decay"] = read_before_decay
+    operands = partial(_operands, query, key, value, **options)
+    given: StateOptions = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens, "state": state}
+    out, after = call(FORMS, operands, vectors, given, donate)
     return (out, after) if return_state else out
 
 
 def recur(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    read: Tensor,
-    erase: Tensor,
-    log_decay: Tensor | None = None,
-    scale: float | None = None,
-    read_before_decay: bool = False,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
-    donate: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, *, donate: bool = False, **options: Unpack[GeneralRecurrenceOptions]
 ) -> tuple[Tensor, Tensor]:
     """``general_delta_rule`` without checks, by the fastest form: o (B,H,N,E) in v's dtype and the state (B,H,D,E).
 
     Raises:
         ValueError: a forced backend cannot serve the call.
     """
-    given = (q, k, v, read, erase, log_decay, state, mask, segments, cu_seqlens)
-    r = _operands(*given, scale, read_before_decay)
+    r = _operands(q, k, v, **options)
     return forms.serve(FORMS, r, donate) if q.shape[-1] else serve(r, donate)
 
 
-def serve(r: GeneralRecurrence, donate: bool = False, declined: bool = False) -> tuple[Tensor, Tensor]:
-    """Compute checked operands by the fastest form; ``declined`` as in ``forms.serve``."""
-    return serve_with_keys(FORMS, r, donate, declined)
+def serve(r: GeneralRecurrence, donate: bool = False) -> tuple[Tensor, Tensor]:
+    """Compute checked operands by the fastest form."""
+    return serve_with_keys(FORMS, r, donate)
 
 
-def _operands(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    read: Tensor,
-    erase: Tensor,
-    log_decay: Tensor | None,
-    state: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    cu_seqlens: Tensor | None,
-    scale: float | None,
-    early: bool,
-) -> GeneralRecurrence:
+def _operands(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[GeneralRecurrenceOptions]) -> GeneralRecurrence:
     """Return the operands as one value, with the defaults of scale and state."""
-    state = first_state(q, v, cu_seqlens) if state is None else state
-    factor = per_root(q.shape[-1]) if scale is None else scale
-    return GeneralRecurrence(q, k, v, read, erase, log_decay, state, mask, segments, cu_seqlens, factor, early)
+    state, scale, offsets = options.get("state"), options.get("scale"), options.get("cu_seqlens")
+    return GeneralRecurrence(
+        q,
+        k,
+        v,
+        options["read"],
+        options["erase"],
+        options.get("log_decay"),
+        first_state(q, v, offsets) if state is None else state,
+        options.get("mask"),
+        options.get("segments"),
+        offsets,
+        per_root(q.shape[-1]) if scale is None else scale,
+        options.get("read_before_decay", False),
+    )
 
 
 FORMS = Forms(

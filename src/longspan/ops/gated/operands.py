@@ -1,18 +1,19 @@
 """The operands of the recurrence, as one value that every form takes."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Required, TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..._utils.spec import known
-from ..arguments import check_operands, misfit
-from ..forms import Forms, serve
+from ..arguments import CallOptions, StateOptions, check_operands, misfit
+from ..forms import Forms, serve, step
 from ..isolated import Packed, Part, isolated
 from ..native.call import LARGEST
-from ..operands import zero_masked
+from ..operands import check_donation, zero_masked
 from ..packed import by_sequence, count_states, one_token
 from ..tensors import unit, upcast_half, wide_dtype
 from .decays import LOWEST
@@ -29,6 +30,47 @@ SHAPES = {
     "mask": "B N",
     "state": "B H D E",
 }
+
+
+class Scaled(TypedDict, total=False):
+    """Keyword arguments that treat queries and keys."""
+
+    scale: float | None
+    normalize: str | None
+
+
+class DecayOptions(CallOptions, Scaled, total=False):
+    """Keyword arguments of ``decay_attention``."""
+
+    log_decay: Required[Tensor]
+
+
+class DeltaOptions(CallOptions, Scaled, total=False):
+    """Keyword arguments of ``delta_rule``."""
+
+    beta: Required[Tensor]
+    log_decay: Tensor | None
+
+
+class RecurrenceOptions(StateOptions, Scaled, total=False):
+    """Keyword arguments of ``gated.recur``."""
+
+    log_decay: Tensor | None
+    beta: Tensor | None
+
+
+class GeneralRecurrenceOptions(StateOptions, total=False):
+    """Keyword arguments of ``general.recur``."""
+
+    read: Required[Tensor]
+    erase: Required[Tensor]
+    log_decay: Tensor | None
+    scale: float | None
+    read_before_decay: bool
+
+
+class GeneralOptions(GeneralRecurrenceOptions, CallOptions, total=False):
+    """Keyword arguments of ``general_delta_rule``."""
 
 
 class Recurrence(NamedTuple):
@@ -81,7 +123,7 @@ class GeneralRecurrence(NamedTuple):
     token = property(one_token)
 
 
-def check(normalize: str | None = None, **given: Tensor | None) -> None:
+def check(normalize: str | None = None, **given: Any) -> None:
     """Raise ValueError unless the arguments of a recurrence fit each other; names as in the public functions."""
     if normalize is not None:
         known(normalize, NORMS, "norm of queries and keys")
@@ -95,7 +137,40 @@ def first_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return v.new_zeros(count_states(v, cu_seqlens), v.shape[1], q.shape[-1], v.shape[-1], dtype=wide_dtype(v))
 
 
-def serve_with_keys(forms: Forms, r: Any, donate: bool, declined: bool) -> tuple[Tensor, Tensor]:
+def call(
+    forms: Forms,
+    operands: Callable[..., Any],
+    vectors: dict[str, Any],
+    options: StateOptions,
+    donate: bool,
+    normalize: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Check the arguments of a public function, and compute them by the fastest form.
+
+    Args:
+        forms: The forms of the family.
+        operands: Makes one value of the vectors and these options.
+        vectors: The operands with tokens, by the names of the public function.
+        options: The options of the call.
+        donate: Allows the call to overwrite the state.
+        normalize: How queries and keys are normalized.
+    """
+    state = options.get("state")
+    if donate and state is not None:
+        check_donation(state, **vectors)
+    declined = False
+    packed = options.get("segments") is not None or options.get("cu_seqlens") is not None
+    if state is not None and not packed and options.get("mask") is None and vectors["query"].dim() == 4:
+        # Fast path for one-token decoding, which validates its own shapes.
+        found = step(forms, operands(**options), donate) if normalize in (None, "l2") else None
+        if found is not None:
+            return found
+        declined = True
+    check(normalize, **vectors, **options)
+    return isolated_call(partial(serve_with_keys, forms, declined=declined), operands(**options), donate)
+
+
+def serve_with_keys(forms: Forms, r: Any, donate: bool = False, declined: bool = False) -> tuple[Tensor, Tensor]:
     """``forms.serve`` for any number of key channels: D = 0 equals one channel of zeros, which every form can take."""
     if r.q.shape[-1] or torch.compiler.is_exporting():
         return serve(forms, r, donate, declined)

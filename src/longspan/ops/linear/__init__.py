@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -17,44 +17,20 @@ from . import bidirectional, composed, native, recurrence, triton
 from . import causal as causally
 from .features import MAPS, FeatureMap, divisors
 from .features import feature_map as choose
-from .operands import LinearOperands
+from .operands import LinearCall, LinearOperands, LinearOptions
 
 SHAPES = {"query": "B H N D", "key": "B H M D", "value": "B H M E", "mask": "B M"}
 
 
 @overload
 def linear_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool = True,
-    feature_map: str | FeatureMap = "elu",
-    eps: float = 1e-6,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
-    return_state: Literal[False] = False,
-    donate: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, *, return_state: Literal[False] = False, **options: Unpack[LinearOptions]
 ) -> Tensor: ...
 
 
 @overload
 def linear_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    causal: bool = True,
-    feature_map: str | FeatureMap = "elu",
-    eps: float = 1e-6,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
-    return_state: Literal[True],
-    donate: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, *, return_state: Literal[True], **options: Unpack[LinearOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -146,11 +122,11 @@ def linear_attention(
     def run(tokens: Sequence[Any], state: Any, carry: Any, part: Part | None) -> tuple[Tensor, Tensor]:
         q, k, v = tokens
         own = (mask, segments) if part is None else (part.cut(mask), None)
-        options: dict[str, Any] = {"causal": causal, "eps": eps, "mask": own[0], "segments": own[1], "state": state}
-        options["donate"] = donate and unpacked
+        given: LinearCall = {"causal": causal, "eps": eps, "mask": own[0], "segments": own[1], "state": state}
+        given["donate"] = donate and unpacked
         if isinstance(feature_map, str):
-            return named(q, k, v, feature_map=feature_map, **options)
-        return attend(phi(upcast_half(q)), phi(upcast_half(k)), v, **options)
+            return named(q, k, v, feature_map=feature_map, **given)
+        return attend(phi(upcast_half(q)), phi(upcast_half(k)), v, **given)
 
     if cu_seqlens is not None:
         # The first one is empty, for a call without sequences.
@@ -176,19 +152,7 @@ def linear_attention(
     return (out, state) if return_state else out
 
 
-def named(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    feature_map: str,
-    eps: float,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    state: Tensor | None = None,
-    donate: bool = False,
-) -> tuple[Tensor, Tensor]:
+def named(q: Tensor, k: Tensor, v: Tensor, *, feature_map: str, **given: Unpack[LinearCall]) -> tuple[Tensor, Tensor]:
     """``linear_attention`` without checks, for a map in ``features.MAPS``, by the fastest form.
 
     Takes queries and keys before the map, and returns o (B,H,N,E) in v's dtype and the state (B,H,D,E+1).
@@ -196,14 +160,17 @@ def named(
     Raises:
         ValueError: a forced backend cannot serve the call.
     """
-    return forms.serve(FORMS, LinearOperands(q, k, v, state, mask, segments, feature_map, eps, causal), donate)
+    sums, mask, segments = given.get("state"), given.get("mask"), given.get("segments")
+    r = LinearOperands(q, k, v, sums, mask, segments, feature_map, given["eps"], given["causal"])
+    return forms.serve(FORMS, r, given.get("donate", False))
 
 
 def _by_features(r: LinearOperands, donate: bool = False) -> tuple[Tensor, Tensor]:
     """``attend`` on the features of queries and keys."""
     phi = MAPS[r.feature_map]
-    options: dict[str, Any] = {"causal": r.causal, "eps": r.eps, "mask": r.mask, "segments": r.segments}
-    return attend(phi(upcast_half(r.q)), phi(upcast_half(r.k)), r.v, **options, state=r.state, donate=donate)
+    given: LinearCall = {"causal": r.causal, "eps": r.eps, "mask": r.mask, "segments": r.segments}
+    given["state"], given["donate"] = r.state, donate
+    return attend(phi(upcast_half(r.q)), phi(upcast_half(r.k)), r.v, **given)
 
 
 def _in_torch(r: LinearOperands) -> tuple[Tensor, Tensor]:
@@ -229,13 +196,8 @@ def attend(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool,
-    eps: float,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    state: Tensor | None = None,
     numerator: tuple[Tensor, Tensor] | None = None,
-    donate: bool = False,
+    **given: Unpack[LinearCall],
 ) -> tuple[Tensor, Tensor]:
     """``linear_attention`` without checks, on features of queries and keys.
 
@@ -243,31 +205,27 @@ def attend(
         q: (B,H,N,F), in float32 or float64.
         k: (B,H,M,F), in float32 or float64.
         v: (B,H,M,E), in any dtype.
-        causal: As in ``linear_attention``, like the arguments below.
-        eps: Added to the denominator.
-        mask: (B,M) bool.
-        segments: (B,N) int64.
-        state: (B,H,F,E+1), or None for zeros.
         numerator: Other features of queries and keys for the numerator, such as rotated ones. The denominator keeps
             the positive features q and k.
-        donate: Allows the call to overwrite ``state``.
+        given: As in ``linear_attention``.
 
     Returns:
         o (B,H,N,E) in v's dtype and the state (B,H,F,E+1).
     """
-    q, k, v, state = materialize_neg(q, k, v, state)
+    causal, mask, segments = given["causal"], given.get("mask"), given.get("segments")
+    q, k, v, state = materialize_neg(q, k, v, given.get("state"))
     # phi(0) = 1, so padding is removed after the feature map, not before.
     k, values = zero_masked(mask, k, with_ones(upcast_half(v)))
     with torch.autocast(q.device.type, enabled=False):
         if numerator is None:
-            read, state = _sum(q, k, values, causal, segments, state, donate)
+            read, state = _sum(q, k, values, causal, segments, state, given.get("donate", False))
         else:
             parts = (None, None) if state is None else (state[..., :-1], state[..., -1:])
             turned = numerator[0], *zero_masked(mask, numerator[1])
             above, s = _sum(turned[0], turned[1], values[..., :-1], causal, segments, parts[0], False)
             below, z = _sum(q, k, values[..., -1:], causal, segments, parts[1], False)
             read, state = torch.cat([above, below], -1), torch.cat([s, z], -1)
-        return normalize(read, eps).to(v.dtype), state
+        return normalize(read, given["eps"]).to(v.dtype), state
 
 
 def _sum(

@@ -9,7 +9,6 @@ o, the denominators and one state per span, and recomputes the rest.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -95,10 +94,10 @@ def _forward(r: LinearOperands, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Te
     starts = end.new_empty(len(spans) - 1, *end.shape)
     tensors = {"q": q, "k": k, "v": v, "o": o, "below": below}
     how = Buffers(end), feature_map, spans
-    options: dict[str, Any] = {"gpu": _on_gpu(q), "operands": _operands(q, v)}
+    gpu, kind = _on_gpu(q), _operands(q, v)
     with torch.autocast(q.device.type, enabled=False):
         for part in parts:
-            rows, after = Rows(*how, part, mask, segments, tensors, **options), end[part].flatten(0, 1)
+            rows, after = Rows(*how, part, mask, segments, tensors, gpu=gpu, operands=kind), end[part].flatten(0, 1)
             for i, span in enumerate(spans):
                 if i > 0:
                     starts[i - 1, part] = end[part]
@@ -142,11 +141,11 @@ def _backward(
     before = grad_end.clone(memory_format=torch.contiguous_format)
     parts, spans = _plan(q, v, segments, chunk)
     how = Buffers(before), feature_map, spans
-    options: dict[str, Any] = {"gpu": _on_gpu(q), "operands": _operands(q, v)}
+    gpu, kind = _on_gpu(q), _operands(q, v)
     tensors = {"q": q, "k": k, "v": v, "o": o, "below": below, "grad": grad, "dq": dq, "dk": dk, "dv": dv}
     with torch.autocast(q.device.type, enabled=False):
         for part in parts:
-            rows, after = Rows(*how, part, mask, segments, tensors, **options), before[part].flatten(0, 1)
+            rows, after = Rows(*how, part, mask, segments, tensors, gpu=gpu, operands=kind), before[part].flatten(0, 1)
             for i in reversed(range(len(spans))):
                 start = starts[i - 1] if i > 0 else state
                 _backward_span(rows, spans[i], None if start is None else start[part].flatten(0, 1), after)

@@ -1,8 +1,30 @@
 """The operands of linear attention, as one value that every form takes."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Required, TypedDict
 
 from torch import Tensor
+
+from ..arguments import CallOptions
+from .features import FeatureMap
+
+
+class LinearOptions(CallOptions, total=False):
+    """Keyword arguments of ``linear_attention``."""
+
+    causal: bool
+    feature_map: str | FeatureMap
+    eps: float
+
+
+class LinearCall(TypedDict, total=False):
+    """Keyword arguments of ``linear.named`` and ``linear.attend``, as in ``linear_attention``."""
+
+    causal: Required[bool]
+    eps: Required[float]
+    mask: Tensor | None
+    segments: Tensor | None
+    state: Tensor | None
+    donate: bool
 
 
 class LinearOperands(NamedTuple):

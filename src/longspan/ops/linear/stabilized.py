@@ -6,7 +6,7 @@ decay per head, and it is causal. Query features are divided by their largest. B
 numerator and denominator, so the shifts need no gradients, except where eps bounds the denominator.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -59,8 +59,7 @@ def attend(
         o (B,H,N,E) in v's dtype and the sums.
     """
     if (shards := active_shards()) is not None and k.exponent is not None:
-        options: dict[str, Any] = {"causal": causal, "eps": eps, "mask": mask, "segments": segments, "state": state}
-        return shards.stabilized(attend, q, k, v, **options)
+        return shards.stabilized(attend, q, k, v, causal=causal, eps=eps, mask=mask, segments=segments, state=state)
     with torch.autocast(v.device.type, enabled=False):
         values = with_ones(upcast_half(v))
         if prefix is not None:
@@ -81,8 +80,8 @@ def attend(
         elif decay is None:
             found, sums = recurrence.scan(queries, keys, values, sums, segments=segments, donate=donate)
         else:
-            options = {"segments": segments, "state": sums, "donate": donate}
-            found, sums = gated.recur(queries, keys, values, log_decay=decay, scale=1.0, **options)
+            options: gated.RecurrenceOptions = {"log_decay": decay, "scale": 1.0, "segments": segments, "state": sums}
+            found, sums = gated.recur(queries, keys, values, **options, donate=donate)
         return divide(found, eps).to(v.dtype), Sums(sums, peak)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import triton
 from ..buffers import fresh_like
-from ..custom_ops import kernel
+from ..custom_ops import kernel, register
 from ..operands import mark_overwritten
 from ..triton import tiles
 from .composed import composed
@@ -312,7 +312,7 @@ def _launch_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, after: Tensor, 
     return o
 
 
-_step_op = torch.library.custom_op("longspan::triton_linear_step", _step, mutates_args=("state",))
-_fresh_step_op = torch.library.custom_op("longspan::triton_linear_fresh_step", _fresh_step, mutates_args=())
-_step_op.register_fake(lambda q, k, v, *_: torch.empty_like(v))
-_fresh_step_op.register_fake(lambda q, k, v, *_: (torch.empty_like(v), _state(q, v)))
+_step_op = register("triton_linear_step", _step, lambda q, k, v, *_: torch.empty_like(v), mutates="state")
+_fresh_step_op = register(
+    "triton_linear_fresh_step", _fresh_step, lambda q, k, v, *_: (torch.empty_like(v), _state(q, v))
+)

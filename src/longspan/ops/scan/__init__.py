@@ -1,10 +1,10 @@
 """Recurrences whose states do not mix: the diagonal scan, and the selective scan of Mamba."""
 
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
-from ..arguments import check_operands
+from ..arguments import CallOptions, StateOptions, check_operands
 from ..custom_ops import exported
 from ..forms import Form, Forms, serve, step
 from ..onnx import unrolled
@@ -12,34 +12,18 @@ from ..operands import check_donation
 from ..packed import count_states
 from ..tensors import wide_dtype
 from . import diagonal_forms, native, selective_forms
-from .operands import Diagonal, Selective
+from .operands import Diagonal, Selective, SelectiveOptions, SelectiveWeights
 
 
 @overload
 def diagonal_scan(
-    x: Tensor,
-    log_decay: Tensor,
-    *,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
-    return_state: Literal[False] = False,
-    donate: bool = False,
+    x: Tensor, log_decay: Tensor, *, return_state: Literal[False] = False, **options: Unpack[CallOptions]
 ) -> Tensor: ...
 
 
 @overload
 def diagonal_scan(
-    x: Tensor,
-    log_decay: Tensor,
-    *,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
-    return_state: Literal[True],
-    donate: bool = False,
+    x: Tensor, log_decay: Tensor, *, return_state: Literal[True], **options: Unpack[CallOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -103,26 +87,19 @@ def diagonal_scan(
         if result is not None:
             return result if return_state else result[0]
         declined = True
-    given = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
-    check_operands(DIAGONAL_SHAPES, "x", x=x, log_decay=log_decay, **given, state=state)
-    state = _zeros(x, cu_seqlens) if state is None else state
-    y, state = serve(DIAGONAL, Diagonal(x, log_decay, state, **given), donate, declined)
+    given: StateOptions = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens, "state": state}
+    check_operands(DIAGONAL_SHAPES, "x", x=x, log_decay=log_decay, **given)
+    r = Diagonal(x, log_decay, _first(x, given), mask, segments, cu_seqlens)
+    y, state = serve(DIAGONAL, r, donate, declined)
     return (y, state) if return_state else y
 
 
 def diagonal(
-    x: Tensor,
-    log_decay: Tensor,
-    *,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
-    donate: bool = False,
+    x: Tensor, log_decay: Tensor, *, donate: bool = False, **options: Unpack[StateOptions]
 ) -> tuple[Tensor, Tensor]:
     """``diagonal_scan`` without checks, by the fastest form. Raises ValueError if a forced backend cannot serve it."""
-    state = _zeros(x, cu_seqlens) if state is None else state
-    return serve(DIAGONAL, Diagonal(x, log_decay, state, mask, segments, cu_seqlens), donate)
+    r = Diagonal(x, log_decay, _first(x, options), *_packing(options))
+    return serve(DIAGONAL, r, donate)
 
 
 @overload
@@ -133,16 +110,8 @@ def selective_scan(
     B: Tensor,
     C: Tensor,
     *,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    softplus: bool = False,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
     return_state: Literal[False] = False,
-    donate: bool = False,
+    **options: Unpack[SelectiveOptions],
 ) -> Tensor: ...
 
 
@@ -154,16 +123,8 @@ def selective_scan(
     B: Tensor,
     C: Tensor,
     *,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    softplus: bool = False,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
     return_state: Literal[True],
-    donate: bool = False,
+    **options: Unpack[SelectiveOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -243,36 +204,22 @@ def selective_scan(
         if (result := step(SELECTIVE, r, donate)) is not None:
             return result if return_state else result[0]
         declined = True
-    weights, given = {"D": D, "dt_bias": dt_bias}, {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
-    check_operands(SELECTIVE_SHAPES, "x", x=x, dt=dt, A=A, B=B, C=C, z=z, **weights, **given, state=state)
-    state = _zeros(x, cu_seqlens, A.shape[1]) if state is None else state
-    r = Selective(x, dt, A, B, C, z=z, state=state, softplus=softplus, **weights, **given)
+    given: StateOptions = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens, "state": state}
+    check_operands(SELECTIVE_SHAPES, "x", x=x, dt=dt, A=A, B=B, C=C, z=z, D=D, dt_bias=dt_bias, **given)
+    first = _first(x, given, A.shape[1])
+    r = Selective(x, dt, A, B, C, D, z, dt_bias, first, mask, segments, cu_seqlens, softplus)
     y, state = serve(SELECTIVE, r, donate, declined)
     return (y, state) if return_state else y
 
 
 def selective(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None = None,
-    z: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    softplus: bool = False,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    state: Tensor | None = None,
-    donate: bool = False,
+    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, donate: bool = False, **options: Unpack[SelectiveWeights]
 ) -> tuple[Tensor, Tensor]:
     """``selective_scan`` without checks, by the fastest form. Raises ValueError if a forced backend cannot serve it."""
-    state = _zeros(x, cu_seqlens, A.shape[1]) if state is None else state
-    return serve(
-        SELECTIVE, Selective(x, dt, A, B, C, D, z, dt_bias, state, mask, segments, cu_seqlens, softplus), donate
-    )
+    weights = options.get("D"), options.get("z"), options.get("dt_bias")
+    state, softplus = _first(x, options, A.shape[1]), options.get("softplus", False)
+    r = Selective(x, dt, A, B, C, *weights, state, *_packing(options), softplus)
+    return serve(SELECTIVE, r, donate)
 
 
 DIAGONAL_SHAPES = {"x": "B N C", "log_decay": "B N C", "mask": "B N", "state": "B C"}
@@ -309,5 +256,13 @@ SELECTIVE = Forms(
 )
 
 
-def _zeros(x: Tensor, cu_seqlens: Tensor | None, *size: int) -> Tensor:
-    return x.new_zeros(count_states(x, cu_seqlens), x.shape[2], *size, dtype=wide_dtype(x))
+def _packing(options: StateOptions) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return options.get("mask"), options.get("segments"), options.get("cu_seqlens")
+
+
+def _first(x: Tensor, options: StateOptions, *size: int) -> Tensor:
+    """The state before the first token: the given one, or zeros."""
+    state = options.get("state")
+    if state is not None:
+        return state
+    return x.new_zeros(count_states(x, options.get("cu_seqlens")), x.shape[2], *size, dtype=wide_dtype(x))

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 from functools import partial
-from typing import Protocol, cast
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -41,6 +41,15 @@ class Score(Protocol):
 
 
 Bias = Score | Tensor
+
+
+class Logits(NamedTuple):
+    """How queries and keys make logits."""
+
+    scale: float
+    bias: Bias | None = None
+    layer: int = 0  # for patterns that differ by layer
+    softcap: float = 0.0  # 0: none
 
 
 def sparse_attention(
@@ -155,16 +164,16 @@ def attend(
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if reference:
             log_backend(blockwise.OP, "reference")
-            return dense(q, k, v, pattern, bias=bias, scale=scale, layer=layer, softcap=softcap)[0]
+            return dense(q, k, v, pattern, how)[0]
         if bias is not None or plain:
             log_backend(blockwise.OP, "torch", "they do not support a bias" if bias is not None else TRANSFORMED)
-            return _scored(q, k, v, pattern, bias, scale, layer, softcap)
+            return _scored(q, k, v, pattern, how)
         return blockwise.attend(q, k, v, pattern, layer=layer, scale=scale, softcap=softcap)[0]
 
-    if isinstance(bias, Tensor) and (packed or dense_form):
-        bias = _BiasTable(bias)
+    table = isinstance(bias, Tensor) and (packed or dense_form)
+    how = Logits(scale, _BiasTable(bias) if table and isinstance(bias, Tensor) else bias, layer, softcap)
     if dense_form:
-        out = _masked(q, k, v, pattern, mask, segments, bias, scale, layer, softcap)
+        out = _masked(q, k, v, pattern, mask, segments, how)
     elif packed:
         found = None
         if not composed and way in ("", "flex"):
@@ -182,38 +191,20 @@ def unserved(q: Tensor, k: Tensor, v: Tensor) -> str:
     return kernels.why_not(q, k, v)
 
 
-def dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern,
-    *,
-    bias: Bias | None = None,
-    scale: float,
-    layer: int = 0,
-    softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
+def dense(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, how: Logits) -> tuple[Tensor, Tensor, Tensor]:
     """Compute attention by its definition: output (B,H,N,E), matrix (B,H,N,N), log-sum-exp of rows (B,H,N)."""
     n = q.shape[2]
-    allowed = pattern.dense(n, heads=q.shape[1], layer=layer, device=q.device)
+    allowed = pattern.dense(n, heads=q.shape[1], layer=how.layer, device=q.device)
     at = torch.arange(n, device=q.device)
-    return _softmax(q, k, v, allowed, bias, at, at, scale, softcap)
+    return _softmax(q, k, v, allowed, at, at, how)
 
 
 def _softmax(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    allowed: Tensor,
-    bias: Bias | None,
-    i: Tensor,
-    j: Tensor,
-    scale: float,
-    softcap: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, i: Tensor, j: Tensor, how: Logits
 ) -> tuple[Tensor, Tensor, Tensor]:
-    logits = scores(q, k, scale, softcap)
-    if bias is not None:
-        logits = logits + _score(bias, q, i, j)
+    logits = scores(q, k, how.scale, how.softcap)
+    if how.bias is not None:
+        logits = logits + _score(how.bias, q, i, j)
     return weighted(logits, v, allowed)
 
 
@@ -233,26 +224,17 @@ class _BiasTable:
 
 
 def _masked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    bias: Bias | None,
-    scale: float,
-    layer: int,
-    softcap: float,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, mask: Tensor | None, segments: Tensor | None, how: Logits
 ) -> Tensor:
     """``attend`` with one dense mask, O(N^2), for compilers, which cannot trace sizes that depend on the data."""
     at, _ = positions(q.transpose(1, 2), mask=mask, segments=segments)
     q, k, v = zero_masked(mask, q, k, v)
-    allowed = allowed_at(pattern, at, at, q.shape[1], layer)
+    allowed = allowed_at(pattern, at, at, q.shape[1], how.layer)
     if mask is not None:
         allowed = allowed & mask[:, None, None, :]
     if segments is not None:
         allowed = allowed & (segments[:, None, :, None] == segments[:, None, None, :])
-    out = by_rows(q, k, v, allowed, bias, at, at, scale, softcap)
+    out = by_rows(q, k, v, allowed, at, at, how)
     return out if mask is None else out.masked_fill(~mask[:, None, :, None], 0.0)
 
 
@@ -264,42 +246,28 @@ def allowed_at(pattern: Pattern, i: Tensor, j: Tensor, heads: int, layer: int) -
     return torch.stack([pattern.allow(i, j, head=head, layer=layer) for head in range(heads)], 1)
 
 
-def by_rows(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    allowed: Tensor,
-    bias: Bias | None,
-    i: Tensor,
-    j: Tensor,
-    scale: float,
-    softcap: float = 0.0,
-) -> Tensor:
+def by_rows(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, i: Tensor, j: Tensor, how: Logits) -> Tensor:
     """Attend under a mask (B,H|1,N,M), with a bias at the positions i (B,N) and j (B,M) of each row."""
-    if bias is None and not softcap:
-        return softmax.attend(q * (scale * q.shape[-1] ** 0.5), k, v, mask=allowed)
-    log_backend(blockwise.OP, "torch", "they do not support a bias" if bias is not None else "the mask is dense")
+    if how.bias is None and not how.softcap:
+        return softmax.attend(q * (how.scale * q.shape[-1] ** 0.5), k, v, mask=allowed)
+    log_backend(blockwise.OP, "torch", "the mask is dense" if how.bias is None else "they do not support a bias")
     rows = [
-        _softmax(q[b : b + 1], k[b : b + 1], v[b : b + 1], allowed[b : b + 1], bias, i[b], j[b], scale, softcap)[0]
+        _softmax(q[b : b + 1], k[b : b + 1], v[b : b + 1], allowed[b : b + 1], i[b], j[b], how)[0]
         for b in range(len(q))
     ]
     return torch.cat(rows) if rows else q.new_zeros(*q.shape[:3], v.shape[-1])
 
 
-def matrix(
-    q: Tensor, k: Tensor, allowed: Tensor, bias: Bias | None, i: Tensor, j: Tensor, scale: float
-) -> tuple[Tensor, Tensor]:
+def matrix(q: Tensor, k: Tensor, allowed: Tensor, i: Tensor, j: Tensor, how: Logits) -> tuple[Tensor, Tensor]:
     """Compute the attention matrix (B,H,N,M) of ``by_rows``, and the log-sum-exp of each row (B,H,N)."""
     rows = []
     for b in range(len(q)):
         one = slice(b, b + 1)
-        rows.append(_softmax(q[one], k[one], k[one], allowed[one], bias, i[b], j[b], scale)[1:])
+        rows.append(_softmax(q[one], k[one], k[one], allowed[one], i[b], j[b], how)[1:])
     return torch.cat([row[0] for row in rows]), torch.cat([row[1] for row in rows])
 
 
-def _scored(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, bias: Bias | None, scale: float, layer: int, softcap: float
-) -> Tensor:
+def _scored(q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, how: Logits) -> Tensor:
     """Attend with a bias, by autograd: one block of queries at a time, each recomputed in the backward pass."""
     # Transforms do not support recomputation.
     block = _block if transformed() else partial(checkpoint, _block, use_reentrant=False)
@@ -307,30 +275,19 @@ def _scored(
     for head in range(q.shape[1]) if pattern.per_head else [0]:
         own = slice(head, head + 1) if pattern.per_head else slice(None)
         pieces, order = [v[:, own, :0]], [torch.zeros(0, dtype=torch.int64, device=q.device)]
-        for i, j, allowed in _blocks(repr(pattern), n, head, layer, q.device):
-            pieces.append(block(q[:, :, i], k[:, own, j], v[:, own, j], allowed, bias, i, j, scale, softcap, own))
+        for i, j, allowed in _blocks(repr(pattern), n, head, how.layer, q.device):
+            pieces.append(block(q[:, :, i], k[:, own, j], v[:, own, j], allowed, i, j, how, own))
             order.append(i)
         out = torch.cat(pieces, 2)
         outs.append(out.new_zeros(*out.shape[:2], n, v.shape[-1]).index_copy(2, torch.cat(order), out))
     return torch.cat(outs, 1)
 
 
-def _block(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    allowed: Tensor,
-    bias: Bias | None,
-    i: Tensor,
-    j: Tensor,
-    scale: float,
-    softcap: float,
-    own: slice,
-) -> Tensor:
+def _block(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, i: Tensor, j: Tensor, how: Logits, own: slice) -> Tensor:
     """Queries of all heads, of which those in ``own`` attend: the bias may depend on the queries of other heads."""
-    logits = scores(q[:, own], k, scale, softcap)
-    if bias is not None:
-        score = _score(bias, q, i, j)
+    logits = scores(q[:, own], k, how.scale, how.softcap)
+    if how.bias is not None:
+        score = _score(how.bias, q, i, j)
         logits = logits + (score[..., own, :, :] if score.dim() > 2 and score.shape[-3] > 1 else score)
     return weighted(logits, v, allowed)[0]
 

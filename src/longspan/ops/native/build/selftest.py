@@ -212,7 +212,7 @@ def _patterns(parts: Parts) -> Comparisons:
         with backend("native"):
             output = sparse.attend(leaves[0], leaves[1], leaves[2], pattern)
         k, v = (t.repeat_interleave(2, 1) for t in exact[1:])
-        right = sparse.dense(exact[0], k, v, pattern, scale=37**-0.5)[0]
+        right = sparse.dense(exact[0], k, v, pattern, sparse.Logits(37**-0.5))[0]
         found, expected = (
             [o, *(torch.autograd.grad(o.sin().sum(), x) if backward else ())]
             for o, x in ((output, leaves), (right, exact))
