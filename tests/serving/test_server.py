@@ -189,13 +189,12 @@ def test_bodies_that_are_no_json_and_too_large_ones_are_refused(running):
 def test_clients_that_hang_up_free_their_slots():
     generator = random.Random(0)
     with Running(pool={"slots": 4, "queue": 400}) as running:
-        worker = running.server.worker
 
         async def one(client, i):
             body = {"prompt": f"{i}" * 9, "max_tokens": 4000, "stream": i % 2 == 0, "n": 1 + i % 3}
-            hang_up = worker.drawn + generator.randrange(200)
+            hang_up = running.pool.tokens_drawn + generator.randrange(200)
             asked = asyncio.create_task(client.post(f"{running.url}/v1/completions", json=body))
-            while worker.drawn < hang_up:
+            while running.pool.tokens_drawn < hang_up:
                 await asyncio.sleep(0.001)
             asked.cancel()
             await asyncio.wait([asked])
@@ -293,7 +292,7 @@ def test_a_client_that_reads_nothing_is_dropped():
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            until(lambda: running.server.worker.drawn)
+            until(lambda: running.pool.tokens_drawn)
             until(lambda: running.pool.idle)
 
 

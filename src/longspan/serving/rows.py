@@ -1,5 +1,7 @@
 """The rows of a pool: the streams that draw tokens, and their states in one preallocated state."""
 
+from array import array
+
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -9,6 +11,7 @@ from ..generation.native_decoder import Engine
 from ..models.decoder import Decoder, DecoderState
 from ..ops.backends import forced_backend
 from .adapters import Servable
+from .prefix_cache import PrefixCache
 from .sampler import sample
 from .streams import Drawn, Reason, Stream, add_token, end, error_text
 
@@ -22,13 +25,14 @@ class Rows:
         model: The model.
         slots: The most streams.
         capacity: Tokens of a stream; required for a state that keeps every token.
+        prefixes: Where states of streams are kept.
 
     Raises:
         ValueError: For a state that keeps every token, without a capacity.
     """
 
-    def __init__(self, model: Servable, slots: int, capacity: int):
-        self.model, self.capacity = model, capacity
+    def __init__(self, model: Servable, slots: int, capacity: int, prefixes: PrefixCache):
+        self.model, self.capacity, self.prefixes = model, capacity, prefixes
         with torch.no_grad():
             empty = model.init_state(slots, capacity)
             self.fixed = bool(capacity) and states.nbytes(empty) != states.nbytes(model.init_state(slots, capacity + 1))
@@ -39,6 +43,7 @@ class Rows:
         if isinstance(model, Decoder) and forced_backend() in NATIVE and not Engine.why_not(model):
             self.engine = Engine(model)
         self.streams: list[Stream] = []
+        self.tokens_drawn = 0
         self.next_tokens: list[int] = []  # the token that each row reads next
         self._live: DecoderState | None = None  # the rows that the engine returned, while no stream came or went
         self._in_place = False  # whether it is in the pool's tensors, except for its position
@@ -67,6 +72,7 @@ class Rows:
             outputs: The outputs (1,size) after it.
         """
         first = outputs.expand(len(streams), -1)
+        self.tokens_drawn += len(streams)
         for stream, drawn in zip(streams, self._draw_each(first, streams), strict=True):
             token, reason, error = add_token(stream, drawn)
             if reason is None:
@@ -97,10 +103,30 @@ class Rows:
         else:
             self.state.position[:n] = after.position
         drawn = self._draw_each(outputs[:, 0], self.streams)
+        self.tokens_drawn += n
         for i in reversed(range(n)):
             self.next_tokens[i], reason, error = add_token(self.streams[i], drawn[i])
+            if reason != "error":
+                self._checkpoint(i, outputs[i], reason is not None)
             if reason is not None:
                 self._leave(i, reason, error)
+
+    def _checkpoint(self, row: int, outputs: Tensor, ended: bool) -> None:
+        """Cache the state of a stream that has ended, or has drawn enough tokens since the last one.
+
+        Args:
+            row: Its row, whose state has read all tokens but the last.
+            outputs: The outputs (1,size) from which the last token was drawn.
+            ended: Whether it has ended.
+        """
+        stream = self.streams[row]
+        if stream.path is None:
+            return
+        read = len(stream.path) + len(stream.tokens) - 1
+        if ended or read - stream.kept >= self.prefixes.every:
+            stream.kept = read
+            state = pytree.tree_map(lambda t: t[row : row + 1], self.state)
+            self.prefixes.keep(stream.path + array("q", stream.tokens[:-1]), state, outputs, likely=ended)
 
     def _keep(self, after: DecoderState, n: int) -> None:
         """Copy what a step has not overwritten: it may return new tensors instead of those of the pool."""

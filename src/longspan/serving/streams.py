@@ -1,5 +1,6 @@
 """Streams: the tokens of one request as they are drawn."""
 
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -45,6 +46,8 @@ class Stream:
     """with ``keep_state=True``, the state at the end, one row, which has read all tokens but the last; set
     before the listener is called with None"""
     cancelled: bool = False
+    path: array | None = None  # all tokens before those drawn; None if no state of the stream goes to the prefix cache
+    kept: int = 0  # tokens before its last state there
 
 
 # A token, its log-probability, and the most likely tokens at its place.
