@@ -173,8 +173,10 @@ class Digits(NamedTuple):
     total: Tensor
 
 
-def digits(tokens, room):
-    sums = torch.tensor(list(itertools.accumulate(tokens, lambda a, b: (3 * a + b) % 1009)), dtype=torch.float64)
+def digits(tokens, room, shade=0.0):
+    sums = shade + torch.tensor(
+        list(itertools.accumulate(tokens, lambda a, b: (3 * a + b) % 1009)), dtype=torch.float64
+    )
     keys = torch.nn.functional.pad(sums, (0, room - len(tokens))).view(1, 1, room, 1)
     return Digits(FixedKeyValues(keys, -keys, torch.tensor([len(tokens)])), sums[-1:].clone())
 
@@ -182,12 +184,16 @@ def digits(tokens, room):
 @pytest.mark.parametrize("limit", [1 << 30, 3000])
 def test_any_texts_find_their_longest_beginning_with_its_own_entries(limit):
     """Texts of two letters, so that nodes split; with little memory, so that states go and entries stay."""
-    dice, cache, kept, room = random.Random(0), PrefixCache(limit), set(), 30
+    dice, cache, kept, room = random.Random(0), PrefixCache(limit), {}, 30
     for _ in range(400):
         tokens = tuple(dice.choices((1, 2), (5, 1), k=dice.randrange(1, room)))
         if dice.random() < 0.5:
-            cache.keep(tokens, digits(tokens, room), torch.full((1, 1), len(tokens)), likely=dice.random() < 0.5)
-            kept.add(tokens)
+            # Sometimes with other rounding, as of tokens that were read in other pieces.
+            state = digits(tokens, room, shade=dice.choice((0, 0, 1e-6)))
+            count = len(cache)
+            cache.keep(tokens, state, torch.full((1, 1), len(tokens)), likely=dice.random() < 0.5)
+            if limit < 1 << 30 or len(cache) > count:
+                kept.setdefault(tokens, []).append(state)
         else:
             known = [k for k in kept if k == tokens[: len(k)]]
             found = cache.find(tokens)
@@ -195,7 +201,7 @@ def test_any_texts_find_their_longest_beginning_with_its_own_entries(limit):
                 assert (found or (0,))[0] == max(map(len, known), default=0)
             if found is not None:
                 assert tokens[: found[0]] in known
-                assert same(found[1], digits(tokens[: found[0]], room))
+                assert any(same(found[1], state) for state in kept[tokens[: found[0]]])
                 assert int(found[2]) == found[0]
         nodes = {node for last in cache._kept for node in last.branch()}
         size = sum(node.nbytes for node in nodes) + sum(node.checkpoint.nbytes for node in cache._kept)

@@ -70,6 +70,15 @@ class Node:
             yield node
             node = node.parent
 
+    def ahead(self, default: int) -> int:
+        """Return the number of tokens to the next state after this node, ``default`` if there is none."""
+        nodes = list(self.children.values())
+        while nodes:
+            if found := [node.depth for node in nodes if node.checkpoint is not None]:
+                return min(found) - self.depth
+            nodes = [child for node in nodes for child in node.children.values()]
+        return default
+
     def known(self) -> "Node | None":
         """Return the deepest node with a checkpoint up to here."""
         return next((node for node in self.branch() if node.checkpoint is not None), None)
@@ -82,8 +91,8 @@ class PrefixCache:
     entries of KV caches are kept once for all states of a branch, without free slots.
 
     If memory runs out, the state goes whose tokens are soon read again: those since the state before it, times its
-    visits, of which older ones count less, for each byte. So the states of a long text thin out evenly, and the ends of
-    prompts go last.
+    expected visits, for each byte. Older visits count less, and the tokens up to the next state count a little. So the
+    states of a long text thin out evenly, and the ends of prompts go last.
 
     Args:
         limit: Bytes of all states and tokens together; 0 keeps none.
@@ -118,18 +127,13 @@ class PrefixCache:
             self.misses += 1
             return None
         found = node.checkpoint
-        found.visits, found.seen = self._visits(found) + 1, self.hits + self.misses
+        found.visits, found.seen = found.visits * self._aged(found) + 1, self.hits + self.misses
         self.hits += 1
         spans = iter(range(len(node.spans)))
         leaves = [
             _cache(node, next(spans), leaf) if isinstance(leaf, int) else states.clone(leaf) for leaf in found.leaves
         ]
         return node.depth, pytree.tree_unflatten(leaves, found.spec), found.outputs.clone()
-
-    def shared(self, tokens: Sequence[int]) -> int:
-        """Return how many tokens at the beginning of a text some known text has too."""
-        node, _, common = self._descend(_as_array(tokens))
-        return node.depth + common
 
     def parting(self, tokens: Sequence[int], read: int) -> int:
         """Return where a text parts from all known ones, if a state there is worth another call; else 0.
@@ -138,11 +142,15 @@ class PrefixCache:
             tokens: The text.
             read: Tokens of its longest beginning whose state is known.
         """
-        shared = self.shared(tokens)
+        node, _, common = self._descend(_as_array(tokens))
+        shared = node.depth + common
         return shared if read + WORTH <= shared < len(tokens) else 0
 
     def keep(self, tokens: Sequence[int], state: Any, outputs: Tensor, *, likely: bool = True) -> None:
         """Keep a copy of the state (one row) and the outputs (1,size) after ``tokens``.
+
+        A state is not kept if a known text with the same tokens has other entries of KV caches, as of tokens that were
+        read in other pieces: what is found is always one state.
 
         Args:
             tokens: All tokens that the state has read.
@@ -152,7 +160,7 @@ class PrefixCache:
         """
         tokens = _as_array(tokens)
         node, child, common = self._descend(tokens)
-        visits = 1.0 if likely else 1 / LIKELY
+        visits = float(likely)
         if node.depth == len(tokens) and node.checkpoint is not None:
             node.checkpoint.visits = max(node.checkpoint.visits, visits)
             return
@@ -165,9 +173,9 @@ class PrefixCache:
             ]
             made = Checkpoint(rest, spec, outputs.clone(), visits, self.hits + self.misses)
             size = 8 * len(tokens) + made.nbytes + sum(_bytes_per_slot(cache) * len(tokens) for cache in caches)
-            if size > self.limit:
+            if size > self.limit or not _agree(child or node, caches, node.depth + common):
                 return
-            if child is not None and common:
+            if child is not None:
                 node = self._split(child, common)
             if more := tokens[node.depth :]:
                 spans = [
@@ -226,7 +234,7 @@ class PrefixCache:
         heapq.heapify(order)
         while self.nbytes > target and order:
             loss, number, node = heapq.heappop(order)
-            # It has grown if a state before it was dropped.
+            # It has grown if a state next to it was dropped.
             if (now := self._loss(node)) > loss:
                 heapq.heappush(order, (now, number, node))
             else:
@@ -238,11 +246,13 @@ class PrefixCache:
         """The tokens that will be read again without a node's state, for each byte that it takes."""
         checkpoint, before = node.checkpoint, node.parent and node.parent.known()
         assert checkpoint is not None
+        # Any token up to the next state may be one where a text goes on from here.
+        visits = checkpoint.visits + node.ahead(self.every) / (self.every * LIKELY)
         size = checkpoint.nbytes + (0 if node.children else node.nbytes)
-        return (node.depth - (before.depth if before else 0)) * self._visits(checkpoint) / size
+        return (node.depth - (before.depth if before else 0)) * visits * self._aged(checkpoint) / size
 
-    def _visits(self, checkpoint: Checkpoint) -> float:
-        return checkpoint.visits * 0.5 ** ((self.hits + self.misses - checkpoint.seen) / HALF_LIFE)
+    def _aged(self, checkpoint: Checkpoint) -> float:
+        return 0.5 ** ((self.hits + self.misses - checkpoint.seen) / HALF_LIFE)
 
     def _drop(self, node: Node) -> None:
         """Drop the state of a node, and the nodes that no state needs any more."""
@@ -258,6 +268,17 @@ class PrefixCache:
 
 def _as_array(tokens: Sequence[int]) -> array:
     return tokens if isinstance(tokens, array) else array("q", tokens)
+
+
+def _agree(node: Node, caches: list[FixedKeyValues], end: int) -> bool:
+    """Whether the spans of a branch hold the entries of caches, up to this token."""
+    for part in node.branch():
+        start = part.depth - len(part.tokens)
+        for span, cache in zip(part.spans, caches, strict=True):
+            for known, found in zip(span, (cache.keys, cache.values), strict=True):
+                if not torch.equal(known[:, :, : end - start], found[:, :, start : min(end, part.depth)]):
+                    return False
+    return True
 
 
 def _bytes_per_slot(cache: FixedKeyValues) -> int:
