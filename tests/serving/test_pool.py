@@ -597,7 +597,9 @@ def test_a_stream_of_several_is_refused():
     assert crowd.idle
 
 
-@pytest.mark.parametrize("name", ["slots", "queue", "capacity", "prefill", "prefix_bytes", "checkpoint_every"])
+@pytest.mark.parametrize(
+    "name", ["slots", "queue", "capacity", "prefill", "prefix_bytes", "checkpoint_every", "draft_tokens"]
+)
 @pytest.mark.parametrize("value", [2.5, True, "3", None, -1])
 def test_options_of_a_pool_of_other_types_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}="):

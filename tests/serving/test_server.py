@@ -265,6 +265,24 @@ def test_known_beginnings_are_counted():
         assert cached == [0, 13, 13]
 
 
+def test_drafts_change_no_text_and_are_reported():
+    with Running() as running:
+        body = {"prompt": "abcabc" * 4, "max_tokens": 40, "temperature": 0, "logprobs": 1}
+        plain, drafted = (running.post(**body, draft=draft).json() for draft in ("none", "prompt-lookup"))
+        assert drafted["choices"] == plain["choices"]
+        usage = drafted["usage"]
+        details = usage["completion_tokens_details"]
+        assert plain["usage"]["draft_tokens"] == plain["usage"]["accepted_draft_tokens"] == 0
+        assert usage["draft_tokens"] >= usage["accepted_draft_tokens"] == details["accepted_prediction_tokens"]
+        assert usage["draft_tokens"] == sum(details.values()) > 0
+        assert usage["completion_tokens"] == 40
+        error = running.post(**body, draft="x").json()["error"]
+        assert (error["param"], "draft='x' must be 'none' or 'prompt-lookup'" in error["message"]) == ("draft", True)
+        running.pool.draft_tokens = 0
+        error = running.post(**body, draft="prompt-lookup").json()["error"]
+        assert (error["param"], "draft_tokens=0" in error["message"]) == ("draft", True)
+
+
 def test_an_error_of_the_model_ends_its_requests_only():
     with Running() as running:
         works, running.pool.model = running.pool.model, Failing(running.pool.model)

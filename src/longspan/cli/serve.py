@@ -65,6 +65,13 @@ def parser() -> Parser:
         help="tokens of a text between these states; a prompt has them at least 256 tokens apart",
     )
     parser.add_argument(
+        "--draft-tokens",
+        type=natural_int(64),
+        default=4,
+        metavar="N",
+        help='most tokens that a request with "draft": "prompt-lookup" drafts at a time; 0 refuses drafts',
+    )
+    parser.add_argument(
         "--sessions",
         type=str,
         default="",
@@ -115,6 +122,7 @@ def _serve(args: Any, sockets: list[socket.socket]) -> int:
         capacity=args.capacity,
         prefix_bytes=args.prefix_mb << 20,
         checkpoint_every=args.checkpoint_every,
+        draft_tokens=args.draft_tokens,
     )
     sessions = Sessions(pool, Path(args.sessions) if args.sessions else None, limit=args.session_mb << 20)
     files = affordable(args.slots + args.queue + 1024)

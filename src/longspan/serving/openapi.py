@@ -233,6 +233,11 @@ _SCHEMAS: dict[str, JSON] = {
             "completion_tokens": _COUNT,
             "total_tokens": _COUNT,
             "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
+            "completion_tokens_details": _object(
+                {"accepted_prediction_tokens": _COUNT, "rejected_prediction_tokens": _COUNT}
+            ),
+            "draft_tokens": _COUNT,
+            "accepted_draft_tokens": _COUNT,
         }
     ),
 }

@@ -5,8 +5,9 @@ import random
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+from ..generation.drafting import PROMPT_LOOKUP
 from ..models.sampling import OPTIONS, Sampling
 from .sessions import ID
 from .text import retold
@@ -84,6 +85,11 @@ FIELDS: dict[str, dict[str, Any]] = {
             "include_obfuscation": {"enum": [None, False]},
         },
         "additionalProperties": False,
+    },
+    "draft": {
+        "oneOf": [{"type": "null"}, {"enum": ["none", PROMPT_LOOKUP]}],
+        "default": "none",
+        "description": "Read several tokens in one step where the text repeats itself; the completion stays the same.",
     },
     "user": {"type": ["string", "null"], "description": "The client's name for its user, which changes nothing."},
     "session": {**_ID, "description": "The session that the completion continues; it takes one prompt and n=1."},
@@ -197,6 +203,9 @@ class Completion:
     later: tuple[int, ...] = ()
     """the prompt's tokens in a session that has others: without first special tokens"""
 
+    draft: Literal["prompt-lookup"] | None = None
+    """how tokens are drafted"""
+
     @property
     def scores(self) -> bool:
         """Whether the log-probabilities of the prompts are computed."""
@@ -242,6 +251,8 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, max_tokens: int
     _check_neutral(options, allowed)
     if (best := body.get("best_of")) is not None and not (_is_integer(best) and best == numbers["n"]):
         raise RequestError(f"best_of={_short(best)} is not supported with n={numbers['n']}; leave it out", "best_of")
+    if (draft := body.get("draft")) not in (None, "none", PROMPT_LOOKUP):
+        raise RequestError(f"draft={_short(draft)} must be 'none' or {PROMPT_LOOKUP!r}", "draft")
     echo, seed, given = _flag(body, "echo"), numbers["seed"], body.get("prompt", known["prompt"]["default"])
     prompts, session, later = _prompts(given, codec, vocab), body.get("session"), []
     if session is not None:
@@ -268,6 +279,7 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, max_tokens: int
         _flag(options, "include_usage"),
         session or "",
         tuple(later),
+        PROMPT_LOOKUP if draft == PROMPT_LOOKUP else None,
     )
     count = sum(map(len, prompts)) * checked.n * (1 + (checked.logprobs or 0))
     if checked.scores and count > MOST_SCORES:
