@@ -124,7 +124,7 @@ def same(a, b):
 def test_drafts_change_no_bit(spec, slots, monkeypatch):
     """Right, wrong, partly right and missing ones, for rows that come and go beside others without."""
     own, dice = model(spec), random.Random(0)
-    expected, _ = answered(own, slots=slots)
+    expected, plain = answered(own, slots=slots)
     text = {stream.prompt: stream.tokens for stream in expected}
 
     def draft(prompt, drawn, count):
@@ -137,9 +137,10 @@ def test_drafts_change_no_bit(spec, slots, monkeypatch):
         assert facts(one) == facts(other)
         assert same(*map(states.utils.grow_capacity, (one.state, other.state)))
         # What is cached is the state of exactly these tokens, not the one before the last draft was undone.
-        length, kept, _ = crowd.prefixes.find([37, *one.prompt, *one.tokens[:-1]])
-        assert length == 4 + len(one.tokens)
-        assert same(*map(states.utils.grow_capacity, (kept, other.state)))
+        path = [37, *one.prompt, *one.tokens[:-1]]
+        kept, known = crowd.prefixes.find(path), plain.prefixes.find(path)
+        assert kept[0] == known[0] == len(path)
+        assert same(kept[1:], known[1:])
     drafted, accepted = (
         sum(getattr(stream, name) for stream in found) for name in ("draft_tokens", "accepted_draft_tokens")
     )
@@ -206,6 +207,15 @@ def test_drafts_stay_within_the_places_and_the_columns(monkeypatch):
         assert all(rows * width <= 32 for rows, width in widths)
         assert bool(widths) == (slots < 11)
         widths.clear()
+    # A short draft beside a long one, whose padding has no place behind the last token.
+    texts = []
+    for draft in ("prompt-lookup", None):
+        crowd = Pool(own, slots=2, capacity=20, draft_tokens=16)
+        prompts = (([1] * 14, 6), ([2], 19))
+        found = [crowd.submit(prompt, max_new_tokens=n, sampling=GREEDY, draft=draft)[0] for prompt, n in prompts]
+        crowd.run()
+        texts.append([(stream.tokens, stream.finished) for stream in found])
+    assert texts[0] == texts[1]
 
 
 def test_drafts_need_a_model_that_the_engine_supports():

@@ -97,11 +97,8 @@ def test_turns_continue_one_text(attention, place, tmp_path):
             assert found["tokens"] == whole
             assert found["text"] == text_of(whole)
             assert found["length"] == len(whole)
-        kept = running.store.read(session)
-        assert kept.pending == 1
-        _, expected = running.model(torch.tensor([[256, *whole[:-1]]]), running.model.init_state(1))
-        for a, b in zip(pytree.tree_leaves(kept.state), pytree.tree_leaves(expected), strict=True):
-            torch.testing.assert_close(a, b)
+        assert running.store.read(session).pending == 1
+        check_state(running, session)
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +118,14 @@ def change(running, session, what, **body):
     return running.pool.tokens_read - before
 
 
+def check_state(running, session):
+    """A session's state is that of its tokens, and of no others."""
+    kept = running.store.read(session)
+    _, expected = running.model(torch.tensor([[256, *kept.tokens[:-1]]]), running.model.init_state(1))
+    for a, b in zip(pytree.tree_leaves(kept.state), pytree.tree_leaves(expected), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 LETTERS = "abcdefghijklmnopqrstuvwxyz" * 2
 
 
@@ -134,6 +139,8 @@ def test_a_session_is_rewound_to_any_token(cached, request):
         read = change(running, session, "rewind", **body)
         assert read < 8 or not cached
         assert running.tokens(session) == whole[:length]
+        if length > 1:
+            check_state(running, session)
         # The next turn draws as if the rest had never been read.
         fork = running.create(fork_from=session)
         assert running.turn(fork, "", 3) == text_of(running.alone(whole[:length], 3))
@@ -159,8 +166,8 @@ def test_a_session_is_edited_from_where_its_texts_part(checkpointed, as_tokens):
         read = change(checkpointed, session, "edit", prompt=list(edited.encode()) if as_tokens else edited)
         assert read <= len(edited.encode()) - parting + 8
         assert checkpointed.tokens(session) == list(edited.encode())
+        check_state(checkpointed, session)
         change(checkpointed, session, "edit", prompt="é" + LETTERS)
-    assert checkpointed.turn(session, "", 3) == text_of(checkpointed.alone("é" + LETTERS, 3))
 
 
 def test_the_oldest_tokens_are_dropped_after_those_that_stay(checkpointed):
@@ -172,6 +179,7 @@ def test_the_oldest_tokens_are_dropped_after_those_that_stay(checkpointed):
     rest = [*whole[:system], *whole[system + 32 :]]
     assert checkpointed.tokens(session) == rest
     assert read <= len(rest) - system + 8
+    check_state(checkpointed, session)
     assert checkpointed.turn(session, "", 3) == text_of(checkpointed.alone(rest, 3))
 
 
