@@ -106,10 +106,10 @@ def test_outputs_are_the_same_bits_and_good_drafts_save_calls():
     assert torch.equal(nothing[0], wrong[0])
     assert len(nothing[2]) == 30
     assert len(right[2]) == 6  # five tokens a call
-    assert right[1].accepted == right[1].drafted == 24
+    assert right[1].pace.accepted == right[1].pace.drafted == 24
     # One token, after 2, 4, 8 and 16 steps without a draft.
-    assert wrong[1].drafted == 4 + 3
-    assert wrong[1].accepted == 0
+    assert wrong[1].pace.drafted == 4 + 3
+    assert wrong[1].pace.accepted == 0
 
 
 def test_prompt_lookup_continues_the_last_place_of_the_longest_match():

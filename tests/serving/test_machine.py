@@ -173,13 +173,22 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def memory(self):
         pool = self.pool
-        snapshots = list(pool.prefixes._kept.values())
+        kept, nodes = list(pool.prefixes._kept), set()
+        for node in kept:
+            nodes.update(node.branch())
+            assert node.checkpoint.nbytes
+            assert node.depth == sum(len(part.tokens) for part in node.branch())
         owners = [pool.state, *(job.state for job in pool._reader.reading if job.state is not None)]
-        owners += [one.state for one in snapshots] + [stream.state for stream in self.kept]
+        owners += [stream.state for stream in self.kept]
         owners += [job.state for job in pool._reader.waiting if job.state is not None]
         leaves = [t for owner in owners for t in pytree.tree_leaves(owner)]
-        assert not overlap(*leaves, *(one.outputs for one in snapshots))
-        assert pool.prefixes.nbytes == sum(one.nbytes for one in snapshots) <= pool.prefixes.limit
+        leaves += [t for node in nodes for span in node.spans for t in span]
+        leaves += [
+            t for node in kept for t in (*node.checkpoint.leaves, node.checkpoint.outputs) if not isinstance(t, int)
+        ]
+        assert not overlap(*leaves)
+        size = sum(node.nbytes for node in nodes) + sum(node.checkpoint.nbytes for node in kept)
+        assert pool.prefixes.nbytes == size <= pool.prefixes.limit
 
     def teardown(self):
         self.drain()

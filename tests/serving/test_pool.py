@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 import longspan
 from longspan import states
 from longspan.serving import Full, Pool, PrefixCache, Sampling
-from longspan.serving.prefix_cache import Beginning
 from longspan.serving.sampler import sample, uniforms
 
 VOCAB = 13
@@ -311,18 +310,6 @@ def test_known_beginnings_are_not_read_again():
     assert crowd.prefixes.hits == 3
 
 
-def test_the_cache_forgets_the_least_recently_used():
-    model = decoder()
-    one = states.nbytes(model.init_state(1)) + 8 * VOCAB
-    crowd = pool(model, prefix_bytes=2 * one, prefill=50)
-    for prompt in ([1], [2], [1], [3], [1], [2]):
-        crowd.submit(prompt, max_new_tokens=1)
-        crowd.run()
-    assert crowd.prefixes.hits == 2
-    assert len(crowd.prefixes) == 2
-    assert crowd.prefixes.nbytes <= crowd.prefixes.limit
-
-
 @pytest.mark.parametrize("attention", ATTENTIONS)
 @pytest.mark.parametrize("streams", [1, 2])
 def test_a_given_state_stays_as_it_is(attention, streams):
@@ -364,10 +351,8 @@ class TestPrefixCache:
 
     def test_the_longest_beginning_is_found(self):
         cache, (state, outputs) = PrefixCache(1 << 20), self.states()
-        beginning = Beginning()
-        for i, piece in enumerate(([1, 2], [3], [4, 5, 6])):
-            beginning.extend(piece)
-            cache.keep(beginning, state, outputs + i)
+        for i, tokens in enumerate(([1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6])):
+            cache.keep(tokens, state, outputs + i)
         cache.keep([1, 9], state, outputs + 9)
         for tokens, read, value in (
             ([1, 2, 3, 4, 5, 6, 7], 6, 3.0),
@@ -388,12 +373,13 @@ class TestPrefixCache:
     def test_a_state_beyond_the_limit_is_not_kept(self):
         state, outputs = self.states()
         size = states.nbytes(state) + outputs.nbytes
-        for limit in (0, size - 1, size, 2 * size):
+        for limit, count in ((0, 0), (size + 7, 0), (size + 8, 1), (2 * size + 24, 2), (4 * size, 3)):
             cache = PrefixCache(limit)
             for tokens in ([1], [1, 2], [1], [1, 2, 3]):
                 cache.keep(tokens, state, outputs)
-                assert cache.nbytes == size * len(cache) <= limit
-            assert len(cache) == limit // size
+                deepest = max((node.depth for node in cache._kept), default=0)
+                assert cache.nbytes == size * len(cache) + 8 * deepest <= limit
+            assert len(cache) == count
 
 
 @pytest.mark.parametrize("attention", ["gated_deltanet", "softmax"])
@@ -561,6 +547,9 @@ def test_outputs_that_are_not_numbers_end_the_stream():
         ({"state": decoder().init_state(1)._replace(position=torch.tensor([1.0]))}, "state.position is torch.float32"),
         ({"state": decoder().init_state(1)._replace(position=3)}, "it is not a DecoderState"),
         ({"state": decoder().init_state(1), "prompt": []}, "at least one token"),
+        ({"history": [1]}, "history has 1 tokens, but there is no state"),
+        ({"history": [13]}, "token 13"),
+        ({"history": [1], "state": decoder().init_state(1)}, "history has 1 tokens, but the state has read -1"),
     ],
 )
 def test_requests_out_of_range_are_refused(options, message):
@@ -608,7 +597,9 @@ def test_a_stream_of_several_is_refused():
     assert crowd.idle
 
 
-@pytest.mark.parametrize("name", ["slots", "queue", "capacity", "prefill", "prefix_bytes"])
+@pytest.mark.parametrize(
+    "name", ["slots", "queue", "capacity", "prefill", "prefix_bytes", "checkpoint_every", "draft_tokens"]
+)
 @pytest.mark.parametrize("value", [2.5, True, "3", None, -1])
 def test_options_of_a_pool_of_other_types_are_refused(name, value):
     with pytest.raises(ValueError, match=f"{name}="):

@@ -189,13 +189,12 @@ def test_bodies_that_are_no_json_and_too_large_ones_are_refused(running):
 def test_clients_that_hang_up_free_their_slots():
     generator = random.Random(0)
     with Running(pool={"slots": 4, "queue": 400}) as running:
-        worker = running.server.worker
 
         async def one(client, i):
             body = {"prompt": f"{i}" * 9, "max_tokens": 4000, "stream": i % 2 == 0, "n": 1 + i % 3}
-            hang_up = worker.drawn + generator.randrange(200)
+            hang_up = running.pool.tokens_drawn + generator.randrange(200)
             asked = asyncio.create_task(client.post(f"{running.url}/v1/completions", json=body))
-            while worker.drawn < hang_up:
+            while running.pool.tokens_drawn < hang_up:
                 await asyncio.sleep(0.001)
             asked.cancel()
             await asyncio.wait([asked])
@@ -266,6 +265,24 @@ def test_known_beginnings_are_counted():
         assert cached == [0, 13, 13]
 
 
+def test_drafts_change_no_text_and_are_reported():
+    with Running() as running:
+        body = {"prompt": "abcabc" * 4, "max_tokens": 40, "temperature": 0, "logprobs": 1}
+        plain, drafted = (running.post(**body, draft=draft).json() for draft in ("none", "prompt-lookup"))
+        assert drafted["choices"] == plain["choices"]
+        usage = drafted["usage"]
+        details = usage["completion_tokens_details"]
+        assert plain["usage"]["draft_tokens"] == plain["usage"]["accepted_draft_tokens"] == 0
+        assert usage["draft_tokens"] >= usage["accepted_draft_tokens"] == details["accepted_prediction_tokens"]
+        assert usage["draft_tokens"] == sum(details.values()) > 0
+        assert usage["completion_tokens"] == 40
+        error = running.post(**body, draft="x").json()["error"]
+        assert (error["param"], "draft='x' must be 'none' or 'prompt-lookup'" in error["message"]) == ("draft", True)
+        running.pool.draft_tokens = 0
+        error = running.post(**body, draft="prompt-lookup").json()["error"]
+        assert (error["param"], "draft_tokens=0" in error["message"]) == ("draft", True)
+
+
 def test_an_error_of_the_model_ends_its_requests_only():
     with Running() as running:
         works, running.pool.model = running.pool.model, Failing(running.pool.model)
@@ -293,7 +310,7 @@ def test_a_client_that_reads_nothing_is_dropped():
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             client.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-            until(lambda: running.server.worker.drawn)
+            until(lambda: running.pool.tokens_drawn)
             until(lambda: running.pool.idle)
 
 

@@ -97,11 +97,105 @@ def test_turns_continue_one_text(attention, place, tmp_path):
             assert found["tokens"] == whole
             assert found["text"] == text_of(whole)
             assert found["length"] == len(whole)
-        kept = running.store.read(session)
-        assert kept.pending == 1
-        _, expected = running.model(torch.tensor([[256, *whole[:-1]]]), running.model.init_state(1))
-        for a, b in zip(pytree.tree_leaves(kept.state), pytree.tree_leaves(expected), strict=True):
-            torch.testing.assert_close(a, b)
+        assert running.store.read(session).pending == 1
+        check_state(running, session)
+
+
+@pytest.fixture(scope="module")
+def checkpointed(tmp_path_factory):
+    """A server that keeps states of what its sessions have read and drawn."""
+    options = {"prefill": 8, "prefix_bytes": 1 << 24, "checkpoint_every": 8, "capacity": 200}
+    with Running(decoder("gated_deltanet; softmax"), pool=options, folder=tmp_path_factory.mktemp("at")) as found:
+        yield found
+
+
+def change(running, session, what, **body):
+    """Rewind or edit a session -> the tokens that were read for it."""
+    before = running.pool.tokens_read
+    answer = running.client.post(f"/sessions/{session}/{what}", json=body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["length"] == len(running.tokens(session))
+    return running.pool.tokens_read - before
+
+
+def check_state(running, session):
+    """A session's state is that of its tokens, and of no others."""
+    kept = running.store.read(session)
+    _, expected = running.model(torch.tensor([[256, *kept.tokens[:-1]]]), running.model.init_state(1))
+    for a, b in zip(pytree.tree_leaves(kept.state), pytree.tree_leaves(expected), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz" * 2
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_a_session_is_rewound_to_any_token(cached, request):
+    running = request.getfixturevalue("checkpointed" if cached else "running")
+    session = running.create(prompt=LETTERS)
+    running.turn(session, "", 30)
+    whole = running.tokens(session)
+    for body, length in (({"tokens": 0}, 82), ({"tokens": 7}, 75), ({"to": 41}, 41), ({"to": 1}, 1), ({"to": 0}, 0)):
+        read = change(running, session, "rewind", **body)
+        assert read < 8 or not cached
+        assert running.tokens(session) == whole[:length]
+        if length > 1:
+            check_state(running, session)
+        # The next turn draws as if the rest had never been read.
+        fork = running.create(fork_from=session)
+        assert running.turn(fork, "", 3) == text_of(running.alone(whole[:length], 3))
+    assert running.turn(session, "new") == text_of(running.alone(b"new", 8))
+
+
+def test_a_session_is_forked_at_any_token(checkpointed):
+    session = checkpointed.create(prompt=LETTERS)
+    before = checkpointed.pool.tokens_read
+    fork = checkpointed.create(fork_from=session, to=30, prompt="!?")
+    assert checkpointed.pool.tokens_read - before <= 8 + 2
+    assert checkpointed.tokens(fork) == [*LETTERS[:30].encode(), *b"!?"]
+    assert checkpointed.turn(fork, "", 3) == text_of(checkpointed.alone(LETTERS[:30] + "!?", 3))
+    assert checkpointed.tokens(session) == list(LETTERS.encode())
+
+
+@pytest.mark.parametrize("as_tokens", [False, True])
+def test_a_session_is_edited_from_where_its_texts_part(checkpointed, as_tokens):
+    session = checkpointed.create(prompt="é" + LETTERS)
+    for place, word in ((44, "Q"), (20, "ü"), (0, "ê"), (53, " and more")):
+        edited = ("é" + LETTERS)[:place] + word + ("é" + LETTERS)[place + 1 :]
+        parting = len(("é" + LETTERS)[:place].encode())
+        read = change(checkpointed, session, "edit", prompt=list(edited.encode()) if as_tokens else edited)
+        assert read <= len(edited.encode()) - parting + 8
+        assert checkpointed.tokens(session) == list(edited.encode())
+        check_state(checkpointed, session)
+        change(checkpointed, session, "edit", prompt="é" + LETTERS)
+
+
+def test_the_oldest_tokens_are_dropped_after_those_that_stay(checkpointed):
+    session, system = checkpointed.create(prompt="You are a parrot. "), len("You are a parrot. ")
+    for _ in range(3):
+        checkpointed.turn(session, "Say: hello! ", 20)
+    whole = checkpointed.tokens(session)
+    read = change(checkpointed, session, "edit", keep=system, drop=32)
+    rest = [*whole[:system], *whole[system + 32 :]]
+    assert checkpointed.tokens(session) == rest
+    assert read <= len(rest) - system + 8
+    check_state(checkpointed, session)
+    assert checkpointed.turn(session, "", 3) == text_of(checkpointed.alone(rest, 3))
+
+
+def test_the_answer_to_an_impossible_change_names_the_number(checkpointed):
+    session = checkpointed.create(prompt="abc")
+    for what, body, message in (
+        ("rewind", {"tokens": 4}, "tokens=4 is more than the 3 tokens"),
+        ("rewind", {"to": 4}, "to=4 is more than the 3 tokens"),
+        ("edit", {"keep": 2, "drop": 2}, "drop=2 is more than the 1 tokens"),
+        ("edit", {"keep": 9, "drop": 1}, "drop=1 is more than the 0 tokens"),
+    ):
+        answer = checkpointed.client.post(f"/sessions/{session}/{what}", json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, message.split("=")[0])
+        assert message in answer.json()["error"]["message"]
+    assert checkpointed.client.post("/sessions", json={"fork_from": session, "to": 4}).status_code == 400
+    assert checkpointed.tokens(session) == list(b"abc")
 
 
 def test_an_empty_session_begins_a_text(kept):
@@ -258,6 +352,7 @@ def test_a_turn_at_a_time(kept):
             assert refused.status_code == 409
             assert refused.json()["error"]["code"] == "session_busy"
             assert other.delete(f"/sessions/{session}").status_code == 409
+            assert other.post(f"/sessions/{session}/rewind", json={"tokens": 1}).status_code == 409
             fork = other.post("/sessions", json={"fork_from": session}).json()["id"]
             assert other.get(f"/sessions/{fork}").json()["tokens"] == list(b"busy")
     until(lambda: kept.pool.idle)
@@ -302,6 +397,7 @@ def test_an_error_rolls_the_session_back(monkeypatch, tmp_path):
         assert answer.status_code == 500
         assert "broken" in answer.json()["error"]["message"]
         assert running.client.post("/sessions", json={"prompt": "abc"}).status_code == 500
+        assert running.client.post(f"/sessions/{session}/rewind", json={"tokens": 1}).status_code == 500
         running.pool.model = works
         assert running.tokens(session) == before
         assert len(running.store) == 1
@@ -332,6 +428,19 @@ def test_an_error_rolls_the_session_back(monkeypatch, tmp_path):
         ("/sessions", {"fork_from": "../secret"}, 400, "not the ID of a session"),
         ("/sessions", {"fork_from": NONE}, 404, f"session '{NONE}' does not exist"),
         ("/sessions", [], 400, "must be a JSON object"),
+        ("/sessions", {"to": 3}, 400, "to=3 requires fork_from"),
+        (f"/sessions/{NONE}/rewind", {"tokens": 1}, 404, f"session '{NONE}' does not exist"),
+        (f"/sessions/{NONE}/rewind", {}, 400, "either tokens, the number to undo, or to"),
+        (f"/sessions/{NONE}/rewind", {"tokens": 1, "to": 1}, 400, "either tokens"),
+        (f"/sessions/{NONE}/rewind", {"to": -1}, 400, "to=-1 must be an integer from 0"),
+        (f"/sessions/{NONE}/rewind", {"tokens": 1.5}, 400, "tokens=1.5 must be an integer"),
+        ("/sessions/x/rewind", {"tokens": 1}, 400, "'x' is not the ID"),
+        (f"/sessions/{NONE}/edit", {}, 400, "either prompt, the new text, or drop"),
+        (f"/sessions/{NONE}/edit", {"prompt": "", "drop": 1}, 400, "either prompt"),
+        (f"/sessions/{NONE}/edit", {"keep": 1}, 400, "either prompt"),
+        (f"/sessions/{NONE}/edit", {"prompt": ["a", "b"]}, 400, "one prompt, not 2"),
+        (f"/sessions/{NONE}/edit", {"prompt": []}, 404, "does not exist"),
+        (f"/sessions/{NONE}/edit", {"drop": 0}, 400, "drop=0 must be an integer from 1"),
         ("/completions", {"session": 3}, 400, "3 is not the ID"),
         ("/completions", {"session": ""}, 400, "'' is not the ID"),
         ("/completions", {"session": NONE + "\n"}, 400, "is not the ID"),

@@ -58,6 +58,20 @@ def parser() -> Parser:
     )
     parser.add_argument("--prefix-mb", type=natural_int(10**6), default=0, help="memory for states of known beginnings")
     parser.add_argument(
+        "--checkpoint-every",
+        type=positive_int(10**9),
+        default=256,
+        metavar="N",
+        help="tokens of a text between these states; a prompt has them at least 256 tokens apart",
+    )
+    parser.add_argument(
+        "--draft-tokens",
+        type=natural_int(64),
+        default=4,
+        metavar="N",
+        help='most tokens that a request with "draft": "prompt-lookup" drafts at a time; 0 refuses drafts',
+    )
+    parser.add_argument(
         "--sessions",
         type=str,
         default="",
@@ -101,7 +115,15 @@ def _serve(args: Any, sockets: list[socket.socket]) -> int:
     access = _access(args, sockets)
     reuse_pages()
     model, codec, grid = _loaded(args.model, args.stop)
-    pool = Pool(model, slots=args.slots, queue=args.queue, capacity=args.capacity, prefix_bytes=args.prefix_mb << 20)
+    pool = Pool(
+        model,
+        slots=args.slots,
+        queue=args.queue,
+        capacity=args.capacity,
+        prefix_bytes=args.prefix_mb << 20,
+        checkpoint_every=args.checkpoint_every,
+        draft_tokens=args.draft_tokens,
+    )
     sessions = Sessions(pool, Path(args.sessions) if args.sessions else None, limit=args.session_mb << 20)
     files = affordable(args.slots + args.queue + 1024)
     limits = Limits(tokens=args.max_tokens, connections=files.connections)

@@ -7,7 +7,7 @@ References:
     Leviathan et al. 2022 (2211.17192). Drafts from the text itself: Saxena 2023, prompt lookup decoding.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,7 +23,7 @@ MOST_PAUSE = 32  # steps without a draft, after drafts that failed
 Propose = Callable[[Tensor, int], Tensor]
 """(tokens so far (B,T), count) -> drafted tokens (B,K), K at most count; K = 0 drafts none"""
 Draft = Literal["prompt-lookup"] | Decoder | Propose
-PROMPT_LOOKUP = "prompt-lookup"
+PROMPT_LOOKUP: Literal["prompt-lookup"] = "prompt-lookup"
 
 
 def why_not(model: Any, draft: Any) -> str:
@@ -41,6 +41,34 @@ def why_not(model: Any, draft: Any) -> str:
     return f"a draft is {PROMPT_LOOKUP!r}, a Decoder or a function of tokens and a count, not {draft!r}"
 
 
+class Pace:
+    """How many tokens to draft: up to twice as many as were accepted, and none for a while after drafts that failed.
+
+    Args:
+        most: Tokens of a draft at most.
+    """
+
+    def __init__(self, most: int):
+        self.most = self.size = most
+        self.pause = self.failures = 0
+        self.drafted = self.accepted = 0
+
+    def wanted(self, most: int) -> int:
+        """Return how many tokens to draft in this step, at most ``most``."""
+        if self.pause or most < 1:
+            self.pause = max(0, self.pause - 1)
+            return 0
+        return min(self.size, most)
+
+    def learn(self, drafted: int, accepted: int) -> None:
+        """Note the end of a draft."""
+        self.drafted += drafted
+        self.accepted += accepted
+        self.failures = 0 if accepted else self.failures + 1
+        self.pause = 0 if accepted else min(MOST_PAUSE, 2**self.failures)
+        self.size = max(1, min(self.most, 2 * accepted) if accepted == drafted else accepted)
+
+
 class Speculation:
     """A decode step that reads drafts: it takes and returns what the engine does, with the same bits.
 
@@ -56,14 +84,14 @@ class Speculation:
     """
 
     def __init__(self, engine: Engine, draft: Draft, prompt: Tensor, most: int, total: int):
-        self.engine, self.tokens, self.most, self.end = engine, prompt, most, prompt.shape[1] + total
+        self.engine, self.tokens, self.end = engine, prompt, prompt.shape[1] + total
         self.propose = PromptLookup() if draft == PROMPT_LOOKUP else draft
         if isinstance(draft, Decoder):
             self.propose = DraftModel(draft)
-        self.size, self.pause, self.failures = most, 0, 0
-        self.drafted = self.accepted = 0
+        self.pace = Pace(most)
         self.ahead = prompt[:, :0]  # drafted tokens that were read and are still to be drawn
         self.hits = 0  # those of the same draft that were drawn
+        self.length = 0  # of that draft
         self.outputs = torch.empty(0)  # (B,K+1,size) after the last token and those ahead
 
     def __call__(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
@@ -74,30 +102,21 @@ class Speculation:
                 self.hits += 1
                 self.ahead, self.outputs = self.ahead[:, 1:], self.outputs[:, 1:]
                 if not self.ahead.shape[1]:
-                    self._learn(min(self.most, 2 * self.hits))
+                    self.pace.learn(self.length, self.hits)
                 return self.outputs[:, :1], state
             state = states.rewind(state, tokens=self.ahead.shape[1])
-            self._learn(self.hits)
+            self.pace.learn(self.length, self.hits)
+            self.ahead = self.ahead[:, :0]
         draft = self._draft()
         if not draft.shape[1]:
             return self.engine(token, states.settle(state))
-        self.ahead, self.hits = draft, 0
-        self.drafted += draft.shape[1]
+        self.ahead, self.hits, self.length = draft, 0, draft.shape[1]
         self.outputs, state = self.engine.verify(torch.cat([token, draft], 1), state)
         return self.outputs[:, :1], state
 
-    def _learn(self, size: int) -> None:
-        """Note the end of a draft, and how many tokens to draft next."""
-        self.accepted += self.hits
-        self.failures = 0 if self.hits else self.failures + 1
-        self.pause = 0 if self.hits else min(MOST_PAUSE, 2**self.failures)
-        self.size, self.ahead = max(1, size), self.ahead[:, :0]
-
     def _draft(self) -> Tensor:
         # The last token is drawn, and never read.
-        count = min(self.size, self.end - self.tokens.shape[1] - 1)
-        if self.pause or count < 1:
-            self.pause = max(0, self.pause - 1)
+        if not (count := self.pace.wanted(self.end - self.tokens.shape[1] - 1)):
             return self.tokens[:, :0]
         draft: Any = self.propose(self.tokens, count)  # pyright: ignore[reportCallIssue] (a function by now)
         fits = isinstance(draft, Tensor) and draft.dim() == 2 and len(draft) == len(self.tokens)
@@ -107,25 +126,47 @@ class Speculation:
         return draft
 
 
+class Lookup:
+    """Drafts what followed the last tokens of a text where they stood before, in the prompt or in what was drawn.
+
+    Args:
+        tokens: The text so far.
+    """
+
+    def __init__(self, tokens: Sequence[int] = ()):
+        self.tokens: list[int] = []
+        self.ends: dict[tuple[int, ...], int] = {}  # where tokens in a row have ended
+        self.extend(tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add the next tokens."""
+        known, text = len(self.tokens), self.tokens
+        text += tokens
+        for end in range(max(1, known), len(text)):
+            self.ends.update((tuple(text[end - n : end]), end) for n in COMPARED if n <= end)
+
+    def draft(self, count: int) -> list[int]:
+        """Return up to ``count`` tokens, none if the last ones are new."""
+        text = self.tokens
+        place = next((self.ends[last] for n in COMPARED if (last := tuple(text[-n:])) in self.ends), len(text))
+        return text[place : place + count]
+
+
 class PromptLookup:
-    """Drafts what followed the last tokens where they stood before, in the prompt or in what was drawn."""
+    """Drafts the texts of a batch by ``Lookup``."""
 
     def __init__(self):
-        self.rows: list[list[int]] = []
-        self.ends: list[dict[tuple[int, ...], int]] = []  # of each row, where tokens in a row have ended
+        self.rows: list[Lookup] = []
         self.known = 0
 
     def __call__(self, tokens: Tensor, count: int) -> Tensor:
         """See ``Propose``. Nothing is drafted unless every row finds something."""
         if not self.rows:
-            self.rows, self.ends = [[] for _ in tokens], [{} for _ in tokens]
+            self.rows = [Lookup() for _ in tokens]
         found = []
-        for row, ends, new in zip(self.rows, self.ends, tokens[:, self.known :].tolist(), strict=True):
-            row += new
-            for end in range(max(1, self.known), len(row)):
-                ends.update((tuple(row[end - n : end]), end) for n in COMPARED if n <= end)
-            place = next((ends[last] for n in COMPARED if (last := tuple(row[-n:])) in ends), len(row))
-            found.append(row[place : place + count])
+        for row, new in zip(self.rows, tokens[:, self.known :].tolist(), strict=True):
+            row.extend(new)
+            found.append(row.draft(count))
         self.known = tokens.shape[1]
         shortest = min(map(len, found), default=0)
         return torch.tensor([draft[:shortest] for draft in found], dtype=torch.int64).reshape(len(tokens), shortest)

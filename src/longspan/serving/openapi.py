@@ -4,7 +4,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from .requests import fields, session_fields
+from .requests import edit_fields, fields, rewind_fields, session_fields
 
 JSON = dict[str, Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -37,7 +37,13 @@ def document(server: Any, free: tuple[str, ...]) -> JSON:
     completion = fields(
         model=server.name, text=server.codec is not None, vocab=server.pool.vocab, max_tokens=server.limits.tokens
     )
-    session = session_fields(model=server.name, text=server.codec is not None, vocab=server.pool.vocab)
+    facts: JSON = {"model": server.name, "text": server.codec is not None, "vocab": server.pool.vocab}
+    bodies = {
+        "Completion": completion,
+        "NewSession": session_fields(**facts),
+        "Rewind": rewind_fields(model=server.name),
+        "Edit": edit_fields(**facts),
+    }
     paths: dict[str, JSON] = {
         "/v1/completions": {"post": _completions(server.codec is not None)},
         "/v1/models": {"get": operation("List the model.", {"200": content(ref("Models"))}, "401")},
@@ -66,7 +72,7 @@ def document(server: Any, free: tuple[str, ...]) -> JSON:
         "openapi": "3.1.0",
         "info": {"title": "longspan serve", "version": version("longspan")},
         "paths": paths,
-        "components": {"schemas": {**_SCHEMAS, "Completion": _body(completion), "NewSession": _body(session)}},
+        "components": {"schemas": {**_SCHEMAS, **{name: _body(one) for name, one in bodies.items()}}},
     }
     if server.access.api_key:
         found["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
@@ -227,6 +233,11 @@ _SCHEMAS: dict[str, JSON] = {
             "completion_tokens": _COUNT,
             "total_tokens": _COUNT,
             "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
+            "completion_tokens_details": _object(
+                {"accepted_prediction_tokens": _COUNT, "rejected_prediction_tokens": _COUNT}
+            ),
+            "draft_tokens": _COUNT,
+            "accepted_draft_tokens": _COUNT,
         }
     ),
 }

@@ -1,7 +1,8 @@
 """A pool of slots: each decode step advances all live streams, which come and go between steps."""
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor
@@ -9,16 +10,18 @@ from torch import Tensor
 from .. import states
 from .._utils.typecheck import as_int, check_type, format_value
 from ..attention.base import Attention
+from ..generation import drafting
+from ..generation.drafting import PROMPT_LOOKUP
 from ..generation.native_decoder import Engine
 from ..generation.sampling import afford_rows
 from ..models.decoder import Decoder, DecoderState
 from ..models.sampling import Sampling
 from ..states.utils import check_like, grow_capacity
 from .adapters import Servable, servable
-from .prefix_cache import Beginning, PrefixCache
+from .prefix_cache import PrefixCache
 from .reader import Prompt, Reader
 from .rows import Rows
-from .streams import Stream, end
+from .streams import Speculation, Stream, end
 
 
 class Full(Exception):
@@ -47,7 +50,11 @@ class Pool:
         capacity: Tokens of a stream, prompt included; required for attentions whose state keeps every token.
         prefill: Tokens of all prompts together that are read per step, so that long prompts do not stop the others. A
             prompt is read in pieces of up to this size.
-        prefix_bytes: Memory for states of prompts that were read before; 0 for none.
+        prefix_bytes: Memory for states of texts that were read or drawn before; 0 for none.
+        checkpoint_every: Tokens of a text between these states; 0 takes ``prefill``. A prompt has them after whole
+            pieces only, so at least ``prefill`` tokens apart, and where it parts from another one, and at its end.
+        draft_tokens: Tokens of a draft at most, for streams that ask for drafts; 0 refuses them. Many such streams at a
+            time have shorter drafts, and more than 10 have none.
 
     Raises:
         ValueError: For a model of another kind or in training mode, an attention whose states cannot be joined, such as
@@ -63,6 +70,8 @@ class Pool:
         capacity: int = 0,
         prefill: int = 256,
         prefix_bytes: int = 0,
+        checkpoint_every: int = 0,
+        draft_tokens: int = 4,
     ):
         model = servable(model)
         if model.training:
@@ -72,7 +81,7 @@ class Pool:
                 f"a pool cannot serve {' and '.join(single)}, whose states after different numbers of tokens do not "
                 "fit into one; use longspan.generate, which reads prompts of one length"
             )
-        slots, queue, capacity, prefill, prefix_bytes = (
+        slots, queue, capacity, prefill, prefix_bytes, checkpoint_every, draft_tokens = (
             _at_least(least, name, value)
             for name, value, least in (
                 ("slots", slots, 1),
@@ -80,12 +89,15 @@ class Pool:
                 ("capacity", capacity, 0),
                 ("prefill", prefill, 1),
                 ("prefix_bytes", prefix_bytes, 0),
+                ("checkpoint_every", checkpoint_every, 0),
+                ("draft_tokens", draft_tokens, 0),
             )
         )
         afford_rows(cast(Any, model), slots, capacity, f"the states of {slots} slots")
         self.slots, self.queue, self.capacity, self.prefill = slots, queue, capacity, prefill
-        self.prefixes = PrefixCache(prefix_bytes)
-        self._rows = Rows(model, slots, capacity)
+        self.draft_tokens = draft_tokens
+        self.prefixes = PrefixCache(prefix_bytes, checkpoint_every or prefill)
+        self._rows = Rows(model, slots, capacity, self.prefixes)
         self._reader = Reader(self._rows, slots, prefill, self.prefixes)
 
     @property
@@ -128,6 +140,16 @@ class Pool:
         return len(self._reader.streams)
 
     @property
+    def tokens_read(self) -> int:
+        """Tokens of prompts read so far, without those whose state was known."""
+        return self._reader.tokens_read
+
+    @property
+    def tokens_drawn(self) -> int:
+        """Tokens drawn so far."""
+        return self._rows.tokens_drawn
+
+    @property
     def idle(self) -> bool:
         """Whether there is nothing to do."""
         return not self.rows and self._reader.idle
@@ -140,9 +162,11 @@ class Pool:
         sampling: Sampling | Sequence[Sampling] | None = None,
         stop: Sequence[int] = (),
         state: DecoderState | None = None,
+        history: Sequence[int] | Tensor | None = None,
         keep_state: bool = False,
         top: int = 0,
         score_prompt: bool = False,
+        draft: Literal["prompt-lookup"] | None = None,
         listener: Callable[[Stream, int | None], None] | None = None,
     ) -> list[Stream]:
         """Queue a prompt.
@@ -154,9 +178,14 @@ class Pool:
                 streams from one reading of the prompt.
             stop: Tokens that end a stream.
             state: The state of one row to continue, from an earlier stream; None begins a sequence. It is copied.
+            history: The tokens that this state has read, without the start token, so that the prefix cache can keep the
+                states that follow. None keeps none.
             keep_state: Keep each stream's state at its end.
             top: Record this many of the most likely tokens at each place.
             score_prompt: Record the log-probabilities of the prompt's tokens too. Such a prompt is read whole.
+            draft: Read several tokens in one step where the text repeats what stood before. The tokens are the same, to
+                the bit; the number of drafted ones follows that of accepted ones. Requires a model that the native
+                decoder supports.
             listener: Called from ``step`` with each token of a stream, and with None at its end. An error that it
                 raises ends its stream.
 
@@ -165,7 +194,8 @@ class Pool:
 
         Raises:
             ValueError: For tokens and numbers of another type or out of range, a state that is not one row of this
-                model, or more tokens than ``capacity``.
+                model or has read another number of tokens than ``history``, more tokens than ``capacity``, and drafts
+                for a model that cannot have them.
             Full: If the queue is full.
         """
         given, ends = _check_tokens("prompt", prompt, self.vocab), frozenset(_check_tokens("stop", stop, self.vocab))
@@ -176,6 +206,10 @@ class Pool:
         max_new_tokens = _at_least(0 if score_prompt and not keep_state else 1, "max_new_tokens", max_new_tokens)
         if not (listener is None or callable(listener)):
             raise ValueError(f"listener={format_value(listener)} must be a function of a stream and a token, or None")
+        if draft not in (None, PROMPT_LOOKUP):
+            raise ValueError(f"draft={format_value(draft)} must be {PROMPT_LOOKUP!r} or None")
+        if draft is not None and (reason := self.why_not_draft()):
+            raise ValueError(reason)
         sampling = Sampling() if sampling is None else sampling
         ways = [sampling] if isinstance(sampling, Sampling) else sampling
         if not isinstance(ways, Sequence) or not all(isinstance(way, Sampling) for way in ways):
@@ -188,11 +222,15 @@ class Pool:
         if not given and not start:
             raise ValueError("this model has no start token; a prompt needs at least one token")
         before = 0 if state is None else self._tokens_read(state)
+        known = None if history is None else (*start, *_check_tokens("history", history, self.vocab))
+        if known is not None and (state is None or len(known) != before):
+            came = "there is no state" if state is None else f"the state has read {before - len(start)}"
+            raise ValueError(f"history has {len(known) - len(start)} tokens, but {came}")
         # Limits of positions and of KV caches. A start token takes a place; the last token drawn is never read.
         needed = before + len(given) + max_new_tokens + (len(start) if state is None else 0) - 1
         for limit, what in (
             (self.capacity if self._rows.fixed else 0, "capacity"),
-            (self._positions(), "the table of positions"),
+            (self._rows.table, "the table of positions"),
         ):
             if limit and needed > limit:
                 raise ValueError(
@@ -207,14 +245,27 @@ class Pool:
         for stream in streams[1:]:
             stream.prompt_log_probs = streams[0].prompt_log_probs
             stream.prompt_top_log_probs = streams[0].prompt_top_log_probs
-        cacheable = state is None and self.prefixes.limit
-        beginning = Beginning() if cacheable else None
-        new = Prompt(streams, tokens, own, beginning=beginning, scored=score_prompt)
+        if draft is not None:
+            for stream in streams:
+                stream.speculation = Speculation(self.draft_tokens, (*(known or ()), *tokens))
+        path = None
+        if self.prefixes.limit and (state is None or known is not None):
+            path = array("q", (*(known or ()), *tokens))
+        for stream in streams:
+            stream.path, stream.kept = path, len(tokens) + before
+        new = Prompt(streams, tokens, own, path=path, kept=before, scored=score_prompt)
         with self._reader.lock:
             if self.waiting + len(streams) > self.queue + max(0, self.slots - self.live):
                 raise Full(f"{self.waiting} streams wait for {self.slots} slots; try again later")
             self._reader.waiting.append(new)
         return streams
+
+    def why_not_draft(self) -> str:
+        """Return why streams cannot have drafts; "" if they can."""
+        if not self.draft_tokens:
+            return "draft is refused by this pool: draft_tokens=0"
+        reason = drafting.why_not(self.model, PROMPT_LOOKUP) if self.native is None else ""
+        return f"draft is not possible with this model: {reason}" if reason else ""
 
     def cancel(self, stream: Stream) -> None:
         """End a stream before the next step; an ended one stays as it is."""
@@ -268,10 +319,6 @@ class Pool:
                 self.cancel(found)
         if found.finished == "error":
             raise RuntimeError(f"the stream ended after {given} tokens: {found.error}")
-
-    def _positions(self) -> int:
-        config: Any = getattr(self.model, "config", None)
-        return config.length if getattr(config, "positions", "") == "learned" else 0
 
     def _tokens_read(self, state: DecoderState) -> int:
         """Return the number of tokens that a given state has read. Raises ValueError unless it is one row of ours."""

@@ -2,6 +2,7 @@
 
 import itertools
 import threading
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from torch import Tensor
 from .. import states
 from ..models.decoder import DecoderState
 from .adapters import with_all_outputs
-from .prefix_cache import Beginning, PrefixCache
+from .prefix_cache import PrefixCache
 from .rows import Rows
 from .streams import Stream, end, error_text
 
@@ -30,8 +31,15 @@ class Prompt:
     state: DecoderState | None  # None until it is read, since many prompts may wait
     read: int = 0
     outputs: Tensor | None = None
-    beginning: Beginning | None = None  # the tokens read so far; None if no state of them may be cached
+    path: array | None = None  # all tokens with those of the given state; None if no state of them may be cached
+    kept: int = 0  # tokens of the path before its last cached state
+    parting: int = 0  # where the prompt parts from other ones, and a piece ends; 0 for nowhere
     scored: bool = False
+
+    def piece(self, most: int) -> tuple[int, ...]:
+        """Return the next tokens to read."""
+        end = self.read + most
+        return self.tokens[self.read : min(end, self.parting) if self.read < self.parting else end]
 
     def score(self, model: Any, outputs: Tensor, piece: Sequence[int]) -> None:
         """Record the log-probabilities of a piece of the prompt; its outputs (N,size) predict the token after each."""
@@ -69,6 +77,7 @@ class Reader:
         self.waiting: deque[Prompt] = deque()
         self.reading: list[Prompt] = []
         self.lock = threading.RLock()  # prompts come from any thread
+        self.tokens_read = 0
 
     @property
     def idle(self) -> bool:
@@ -105,13 +114,18 @@ class Reader:
             while self.waiting and taken + len(self.waiting[0].streams) <= self.slots:
                 prompt = self.waiting[0]
                 taken += len(prompt.streams)
-                known = None if prompt.beginning is None or prompt.scored else self.prefixes.find(prompt.tokens)
-                if known is not None and prompt.beginning is not None:
-                    prompt.read, prompt.state, prompt.outputs = known
-                    prompt.beginning.extend(prompt.tokens[: prompt.read])
-                    for stream in prompt.streams:
-                        stream.cached = prompt.read
+                if prompt.path is not None and prompt.state is None and not prompt.scored:
+                    self._begin_at_known(prompt, prompt.path)
                 self.reading.append(self.waiting.popleft())
+
+    def _begin_at_known(self, prompt: Prompt, path: array) -> None:
+        """Begin to read where the state of the longest beginning is known."""
+        if (known := self.prefixes.find(path)) is not None:
+            prompt.read, prompt.state, prompt.outputs = known
+            prompt.kept = prompt.read
+            for stream in prompt.streams:
+                stream.cached = prompt.read
+        prompt.parting = self.prefixes.parting(path, prompt.read)
 
     def read(self) -> None:
         """Read the next pieces of prompts, many of them in one call, and begin the streams of those that end."""
@@ -138,7 +152,7 @@ class Reader:
         prompts: list[Prompt] = []
         width = 0
         for prompt in self.reading:
-            if size := min(self.prefill, len(prompt.tokens) - prompt.read):
+            if size := len(prompt.piece(self.prefill)):
                 width = max(width, size)
                 if (len(prompts) + 1) * width > self.prefill:
                     break
@@ -169,7 +183,7 @@ class Reader:
         for prompt in prompts:
             if prompt.state is None:
                 prompt.state = self.rows.slotted(self.rows.model.init_state(1, self.rows.capacity))
-        pieces = [prompt.tokens[prompt.read : prompt.read + self.prefill] for prompt in prompts]
+        pieces = [prompt.piece(self.prefill) for prompt in prompts]
         width = max(map(len, pieces))
         tokens = torch.tensor(
             [[*piece, *[0] * (width - len(piece))] for piece in pieces], device=self.rows.model.device
@@ -187,9 +201,17 @@ class Reader:
             prompt.state = after if len(prompts) == 1 else states.select(after, [i])
             prompt.outputs = last = outputs[i : i + 1, len(piece) - 1].clone()
             prompt.read += len(piece)
-            if prompt.beginning is not None:
-                prompt.beginning.extend(piece)
-                self.prefixes.keep(prompt.beginning, prompt.state, last)
+            self.tokens_read += len(piece)
+            if prompt.path is not None:
+                self._keep(prompt, prompt.path, last)
+
+    def _keep(self, prompt: Prompt, path: array, outputs: Tensor) -> None:
+        """Cache the state after a piece, if enough tokens came since the last one, or prompts part or end here."""
+        depth = len(path) - len(prompt.tokens) + prompt.read
+        likely = prompt.read in (prompt.parting, len(prompt.tokens))
+        if likely or depth - prompt.kept >= self.prefixes.every:
+            prompt.kept = depth
+            self.prefixes.keep(path[:depth], prompt.state, outputs, likely=likely)
 
     def _begin(self, prompt: Prompt) -> None:
         assert prompt.outputs is not None

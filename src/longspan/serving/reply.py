@@ -151,6 +151,8 @@ class Reply:
                     f"{total} streams do not fit into {pool.slots} slots and a queue of {pool.queue}",
                     "prompt" if len(body.prompts) > 1 else "n",
                 )
+            if body.draft and (reason := pool.why_not_draft()):
+                raise RequestError(reason, "draft")
             for i, prompt in enumerate(body.prompts):
                 queues: dict[int, asyncio.Queue] = {}
                 start: dict[str, Any] = {"prompt": prompt} if self.turn is None else self.turn.options()
@@ -161,6 +163,7 @@ class Reply:
                     stop=codec.ends if codec else (),
                     top=body.logprobs or 0,
                     score_prompt=body.scores,
+                    draft=body.draft,
                     listener=self.service.outbox.listener(loop, queues, backlog),
                 )
                 for stream in streams:
@@ -359,12 +362,24 @@ class Reply:
 
     def _usage(self) -> dict[str, Any]:
         read, drawn = sum(map(len, self.body.prompts)), sum(choice.seen for choice in self.choices)
-        cached = sum(max(0, choice.stream.cached - 1) for choice in self.choices[:: self.body.n])
+        # A start token is not part of the prompt.
+        own = int(self.service.worker.pool.model.start is not None)
+        cached = sum(max(0, choice.stream.cached - own) for choice in self.choices[:: self.body.n])
+        drafted, accepted = (
+            sum(getattr(choice.stream, name) for choice in self.choices)
+            for name in ("draft_tokens", "accepted_draft_tokens")
+        )
         return {
             "prompt_tokens": read,
             "completion_tokens": drawn,
             "total_tokens": read + drawn,
             "prompt_tokens_details": {"cached_tokens": cached},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": drafted - accepted,
+            },
+            "draft_tokens": drafted,
+            "accepted_draft_tokens": accepted,
         }
 
 

@@ -3,12 +3,14 @@
 import json
 import random
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
+from ..generation.drafting import PROMPT_LOOKUP
 from ..models.sampling import OPTIONS, Sampling
 from .sessions import ID
+from .text import retold
 
 MOST_STOPS = 4
 MOST_STOP_CHARACTERS = 1024
@@ -17,6 +19,7 @@ MOST_CHOICES = 64
 MOST_PROMPTS = 128
 MOST_SCORES = 1 << 18  # log-probabilities of prompts in one response
 
+_PLACES: dict[str, Any] = {"type": ["integer", "null"], "default": None, "minimum": 0, "maximum": 2**53}
 _ID: dict[str, Any] = {"type": ["string", "null"], "pattern": f"^{ID.pattern}$"}
 # Each field of a body as JSON Schema. ``completion`` checks these bounds, and ``openapi`` describes them.
 FIELDS: dict[str, dict[str, Any]] = {
@@ -83,6 +86,11 @@ FIELDS: dict[str, dict[str, Any]] = {
         },
         "additionalProperties": False,
     },
+    "draft": {
+        "oneOf": [{"type": "null"}, {"enum": ["none", PROMPT_LOOKUP]}],
+        "default": "none",
+        "description": "Read several tokens in one step where the text repeats itself; the completion stays the same.",
+    },
     "user": {"type": ["string", "null"], "description": "The client's name for its user, which changes nothing."},
     "session": {**_ID, "description": "The session that the completion continues; it takes one prompt and n=1."},
     # Fields of OpenAI's interface that are accepted with the values that have no effect.
@@ -129,6 +137,27 @@ def session_fields(*, model: str, text: bool, vocab: int) -> dict[str, dict[str,
             "default": "",
         },
         "fork_from": {**_ID, "description": "The session to copy."},
+        "to": {**_PLACES, "description": "With fork_from: copy this many of its first tokens. By default all."},
+    }
+
+
+def rewind_fields(*, model: str) -> dict[str, dict[str, Any]]:
+    """Return each field of a body of ``/v1/sessions/ID/rewind`` as JSON Schema."""
+    return {
+        "model": {**FIELDS["model"], "const": model},
+        "tokens": {**_PLACES, "description": "How many of the last tokens to undo."},
+        "to": {**_PLACES, "description": "How many of the first tokens stay; pass this or tokens."},
+    }
+
+
+def edit_fields(*, model: str, text: bool, vocab: int) -> dict[str, dict[str, Any]]:
+    """Return each field of a body of ``/v1/sessions/ID/edit`` as JSON Schema. Arguments as in ``fields``."""
+    fields = session_fields(model=model, text=text, vocab=vocab)
+    return {
+        "model": fields["model"],
+        "prompt": {**fields["prompt"], "description": "The new text of the session, or its tokens."},
+        "drop": {**_PLACES, "minimum": 1, "description": "How many tokens to drop after the first keep."},
+        "keep": {**_PLACES, "description": "With drop: how many of the first tokens stay. By default 0."},
     }
 
 
@@ -173,6 +202,9 @@ class Completion:
     """the session that the completion continues, or \"\""""
     later: tuple[int, ...] = ()
     """the prompt's tokens in a session that has others: without first special tokens"""
+
+    draft: Literal["prompt-lookup"] | None = None
+    """how tokens are drafted"""
 
     @property
     def scores(self) -> bool:
@@ -219,6 +251,8 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, max_tokens: int
     _check_neutral(options, allowed)
     if (best := body.get("best_of")) is not None and not (_is_integer(best) and best == numbers["n"]):
         raise RequestError(f"best_of={_short(best)} is not supported with n={numbers['n']}; leave it out", "best_of")
+    if (draft := body.get("draft")) not in (None, "none", PROMPT_LOOKUP):
+        raise RequestError(f"draft={_short(draft)} must be 'none' or {PROMPT_LOOKUP!r}", "draft")
     echo, seed, given = _flag(body, "echo"), numbers["seed"], body.get("prompt", known["prompt"]["default"])
     prompts, session, later = _prompts(given, codec, vocab), body.get("session"), []
     if session is not None:
@@ -245,6 +279,7 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, max_tokens: int
         _flag(options, "include_usage"),
         session or "",
         tuple(later),
+        PROMPT_LOOKUP if draft == PROMPT_LOOKUP else None,
     )
     count = sum(map(len, prompts)) * checked.n * (1 + (checked.logprobs or 0))
     if checked.scores and count > MOST_SCORES:
@@ -263,17 +298,75 @@ class NewSession:
     """the same prompt after other tokens: without first special tokens"""
     fork_from: str
     """the session to copy, or \"\""""
+    to: int | None = None
+    """the number of its tokens to copy, None for all"""
 
 
 def new_session(body: Any, *, model: str, codec: Any, vocab: int) -> NewSession:
     """Check a body of ``/v1/sessions``. Arguments and errors as in ``completion``."""
-    _check_names(body, session_fields(model=model, text=codec is not None, vocab=vocab), model)
-    given, source = body.get("prompt", ""), body.get("fork_from")
+    known = session_fields(model=model, text=codec is not None, vocab=vocab)
+    _check_names(body, known, model)
+    given, source, to = body.get("prompt", ""), body.get("fork_from"), _number(body, "to", known["to"])
+    if to is not None and source is None:
+        raise RequestError(f"to={to} requires fork_from, the session to copy", "to")
     prompts = _prompts(given, codec, vocab)
     if len(prompts) != 1:
         raise RequestError(f"a session takes one prompt, not {len(prompts)}", "prompt")
     (later,) = _prompts(given, codec, vocab, more=True)
-    return NewSession(tuple(prompts[0]), tuple(later), "" if source is None else session_id(source, "fork_from"))
+    return NewSession(tuple(prompts[0]), tuple(later), "" if source is None else session_id(source, "fork_from"), to)
+
+
+Change = Callable[[Sequence[int]], Sequence[int]]
+"""the tokens of a session -> its new tokens; raises RequestError for tokens that it does not have"""
+
+
+def rewind(body: Any, *, model: str) -> Change:
+    """Check a body of ``/v1/sessions/ID/rewind`` -> the change. Arguments and errors as in ``completion``."""
+    known = rewind_fields(model=model)
+    _check_names(body, known, model)
+    tokens, to = (_number(body, name, known[name]) for name in ("tokens", "to"))
+    if (tokens is None) == (to is None):
+        raise RequestError("rewind takes either tokens, the number to undo, or to, the number that stays", "tokens")
+
+    def change(old: Sequence[int]) -> Sequence[int]:
+        if to is None:
+            return old[: len(old) - beyond("tokens", tokens, len(old))]
+        return old[: beyond("to", to, len(old))]
+
+    return change
+
+
+def edit(body: Any, *, model: str, codec: Any, vocab: int) -> Change:
+    """Check a body of ``/v1/sessions/ID/edit`` -> the change. Arguments and errors as in ``completion``."""
+    known = edit_fields(model=model, text=codec is not None, vocab=vocab)
+    _check_names(body, known, model)
+    drop, keep, given = _number(body, "drop", known["drop"]), _number(body, "keep", known["keep"]), body.get("prompt")
+    if (drop is None) == (given is None) or (drop is None and keep is not None):
+        raise RequestError("edit takes either prompt, the new text, or drop and keep, numbers of tokens", "prompt")
+    if drop is not None:
+        first = keep or 0
+        return lambda old: [*old[:first], *old[first + beyond("drop", drop, len(old) - first) :]]
+    prompts = _prompts(given, codec, vocab)
+    if len(prompts) != 1:
+        raise RequestError(f"a session takes one prompt, not {len(prompts)}", "prompt")
+    # A text, alone or in a list; tokens otherwise.
+    text = given if isinstance(given, str) else next((one for one in given if isinstance(one, str)), None)
+    if text is None or codec is None:
+        return lambda old: prompts[0]
+
+    def change(old: Sequence[int]) -> Sequence[int]:
+        # The tokens of the text before the first difference stay: another encoding of it would be read again.
+        kept = retold(codec, old, text)
+        return prompts[0] if kept is None else kept
+
+    return change
+
+
+def beyond(name: str, count: int, length: int) -> int:
+    """Return a number of tokens. Raises RequestError if there are fewer."""
+    if count > length:
+        raise RequestError(f"{name}={count} is more than the {max(0, length)} tokens that there are", name)
+    return count
 
 
 def session_id(value: Any, param: str | None = None) -> str:

@@ -55,6 +55,11 @@ class Session:
         """The pending tokens."""
         return self.tokens[len(self.tokens) - self.pending :]
 
+    @property
+    def history(self) -> tuple[int, ...] | None:
+        """The tokens that the state has read; None without a state."""
+        return None if self.state is None else self.tokens[: len(self.tokens) - self.pending]
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -367,6 +372,14 @@ def continued(session: Session, tokens: tuple[int, ...], state: DecoderState | N
     if state is None:
         return Session(whole, session.pending + len(tokens), session.state)
     return Session(whole, 1, grow_capacity(state))
+
+
+def changed(session: Session, tokens: tuple[int, ...]) -> Session:
+    """Return a session with other tokens. Its state stays if they begin with all that it has read, and go on."""
+    read = len(session.tokens) - session.pending
+    if session.state is not None and len(tokens) > read and tokens[:read] == session.tokens[:read]:
+        return Session(tokens, len(tokens) - read, session.state)
+    return Session(tokens, len(tokens))
 
 
 def model_digest(model: Any) -> str:

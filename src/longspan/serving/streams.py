@@ -1,13 +1,37 @@
 """Streams: the tokens of one request as they are drawn."""
 
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from ..generation.drafting import Lookup, Pace
 from ..models.decoder import DecoderState
 from ..models.sampling import Sampling
 
 Reason = Literal["stop", "length", "cancelled", "error"]
+
+
+class Speculation:
+    """Drafts of one stream, from its own text.
+
+    Args:
+        most: Tokens of a draft at most.
+        text: The tokens before those drawn.
+    """
+
+    def __init__(self, most: int, text: Sequence[int]):
+        self.pace, self.lookup = Pace(most), Lookup(text)
+
+    def draft(self, most: int) -> list[int]:
+        """Return up to ``most`` tokens that may be drawn next."""
+        return self.lookup.draft(count) if (count := self.pace.wanted(most)) else []
+
+    def learn(self, draft: Sequence[int], drawn: Sequence[int]) -> None:
+        """Note a draft, and the tokens drawn after it: those of it that were right, and one more."""
+        self.lookup.extend(drawn)
+        if draft:
+            self.pace.learn(len(draft), min(len(draft), sum(a == b for a, b in zip(draft, drawn, strict=False))))
 
 
 @dataclass(eq=False)
@@ -45,6 +69,19 @@ class Stream:
     """with ``keep_state=True``, the state at the end, one row, which has read all tokens but the last; set
     before the listener is called with None"""
     cancelled: bool = False
+    speculation: Speculation | None = None  # None without drafts
+    path: array | None = None  # all tokens before those drawn; None if no state of the stream goes to the prefix cache
+    kept: int = 0  # tokens before its last state there
+
+    @property
+    def draft_tokens(self) -> int:
+        """Tokens that were drafted so far."""
+        return 0 if self.speculation is None else self.speculation.pace.drafted
+
+    @property
+    def accepted_draft_tokens(self) -> int:
+        """Those of them that were drawn."""
+        return 0 if self.speculation is None else self.speculation.pace.accepted
 
 
 # A token, its log-probability, and the most likely tokens at its place.

@@ -51,6 +51,37 @@ def decoded(codec: Any, tokens: Sequence[int]) -> str:
     return "".join(map(decoding.add, tokens)) + decoding.end()
 
 
+def retold(codec: Any, tokens: Sequence[int], text: str) -> list[int] | None:
+    """Return the tokens of a text that begins like that of other tokens.
+
+    They are the given tokens up to where the texts part. The rest of the text, or of a token, is encoded anew.
+
+    Args:
+        codec: Text to tokens and back.
+        tokens: Tokens.
+        text: The text.
+
+    Returns:
+        The tokens; None if no tokens of the text begin like the given ones.
+    """
+    decoding, length, whole = codec.decoder(), 0, 0
+    for count, token in enumerate(tokens, 1):
+        piece = decoding.add(token)
+        if not text.startswith(piece, length):
+            break
+        length, whole = length + len(piece), count
+    # Bytes of the character after the cut may be among them; alone they would be a replacement character.
+    while not text.startswith(known := decoded(codec, tokens[:whole])):
+        whole -= 1
+    # Some tokenizers write a space before each text, so fewer tokens are kept where the rest does not join on.
+    for kept in (*range(whole, max(0, whole - 8), -1), 0):
+        known = decoded(codec, tokens[:kept])
+        joined = [*tokens[:kept], *codec.encode_more(text[len(known) :])]
+        if text.startswith(known) and decoded(codec, joined) == text:
+            return joined
+    return None
+
+
 class Stops:
     """Cuts a text at the first of several strings, and holds back what may become one.
 

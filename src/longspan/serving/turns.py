@@ -12,9 +12,9 @@ from starlette.routing import Route
 from ..models.sampling import Sampling
 from .openapi import content, described, operation, ref
 from .pool import Full, Stream
-from .requests import Completion, NewSession, RequestError, new_session, session_id
-from .sessions import ID, Entry, Session, SessionError, Sessions, continued
-from .text import decoded
+from .requests import Change, Completion, RequestError, beyond, edit, new_session, rewind, session_id
+from .sessions import ID, Entry, Session, SessionError, Sessions, changed, continued
+from .text import decoded, retold
 from .worker import Worker
 
 STATUS = {"not_found": 404, "busy": 409, "other_model": 409, "damaged": 500, "unwritable": 500, "full": 507}
@@ -40,7 +40,9 @@ class Turn:
 
     def options(self) -> dict[str, Any]:
         """Return the arguments of ``Pool.submit`` that continue the session."""
-        return {"prompt": [*self.session.unread, *self.prompt], "state": self.session.state, "keep_state": True}
+        session = self.session
+        prompt = [*session.unread, *self.prompt]
+        return {"prompt": prompt, "state": session.state, "history": session.history, "keep_state": True}
 
     async def commit(self, stream: Stream, count: int, text: str | None) -> None:
         """Save the session after the turn; a caller that is cancelled does not stop it.
@@ -94,7 +96,7 @@ class SessionRoutes:
         *,
         model: str,
         codec: Any,
-        body: Callable[[Request, Callable[[Any], NewSession]], Awaitable[NewSession]],
+        body: Callable[[Request, Callable[[Any], Any]], Awaitable[Any]],
         accept: Callable[[], None],
     ):
         self.store, self.worker, self.model, self.codec = store, worker, model, codec
@@ -104,6 +106,8 @@ class SessionRoutes:
             Route("/v1/sessions", self.list, methods=["GET"]),
             Route("/v1/sessions/{id}", self.show, methods=["GET"]),
             Route("/v1/sessions/{id}", self.delete, methods=["DELETE"]),
+            Route("/v1/sessions/{id}/rewind", self.rewind, methods=["POST"]),
+            Route("/v1/sessions/{id}/edit", self.edit, methods=["POST"]),
         ]
 
     @described(
@@ -121,6 +125,8 @@ class SessionRoutes:
             session = Session()
             if body.fork_from:
                 session = await asyncio.to_thread(self.store.read, body.fork_from)
+                if body.to is not None:
+                    session = changed(session, session.tokens[: beyond("to", body.to, len(session.tokens))])
             session = continued(session, body.later if session.tokens else body.prompt, None)
             with self.store.room(len(session.tokens)):
                 session = await while_connected(request, self._read(session))
@@ -154,6 +160,56 @@ class SessionRoutes:
         with _refusing(), self.store.lock(name):
             await asyncio.to_thread(self.store.remove, name)
         return JSONResponse({"id": name, "object": "session.deleted", "deleted": True})
+
+    @described(
+        "post",
+        operation(
+            "Undo the last tokens of a session.",
+            {"200": content(ref("Session"))},
+            *BODY,
+            "404",
+            "409",
+            "507",
+            body=ref("Rewind"),
+            names=NAMES,
+        ),
+    )
+    async def rewind(self, request: Request) -> Response:
+        """POST /v1/sessions/ID/rewind."""
+        name = session_id(request.path_params["id"])
+        return await self._change(name, request, lambda body: rewind(body, model=self.model))
+
+    @described(
+        "post",
+        operation(
+            "Replace the text of a session, or drop some of its tokens.",
+            {"200": content(ref("Session"))},
+            *BODY,
+            "404",
+            "409",
+            "507",
+            body=ref("Edit"),
+            names=NAMES,
+        ),
+    )
+    async def edit(self, request: Request) -> Response:
+        """POST /v1/sessions/ID/edit."""
+        name, vocab = session_id(request.path_params["id"]), self.worker.pool.vocab
+        return await self._change(
+            name, request, lambda body: edit(body, model=self.model, codec=self.codec, vocab=vocab)
+        )
+
+    async def _change(self, name: str, request: Request, check: Callable[[Any], Change]) -> Response:
+        """Give a session other tokens, of which the pool reads those after the longest known beginning."""
+        change = await self.body(request, check)
+        self.accept()
+        with _refusing(), self.store.lock(name):
+            session = await asyncio.to_thread(self.store.read, name)
+            session = await asyncio.to_thread(lambda: changed(session, tuple(change(session.tokens))))
+            with self.store.room(len(session.tokens), name):
+                session = await while_connected(request, self._read(session))
+                entry = await asyncio.to_thread(self.store.replace, name, session)
+        return JSONResponse(self._described(entry))
 
     async def begin(self, request: Request, body: Completion) -> Turn | None:
         """Lock the session of a completion and read its pending tokens; None without a session.
@@ -195,7 +251,9 @@ class SessionRoutes:
             "stop": self.codec.ends if self.codec else (),
         }
         try:
-            (stream,) = pool.submit(session.unread[:-1], state=session.state, listener=listener, **options)
+            (stream,) = pool.submit(
+                session.unread[:-1], state=session.state, history=session.history, listener=listener, **options
+            )
         except Full as error:
             raise RequestError(str(error), status=429, code="overloaded") from error
         except ValueError as error:
@@ -231,21 +289,8 @@ def cut(codec: Any, tokens: Sequence[int], text: str) -> list[int]:
         tokens: The tokens that were drawn.
         text: A beginning of their text.
     """
-    decoding, length, whole = codec.decoder(), 0, 0
-    for count, token in enumerate(tokens, 1):
-        length += len(decoding.add(token))
-        if length > len(text):
-            break
-        whole = count
-    # Bytes of the character after the cut may be among them; alone they would be a replacement character.
-    while not text.startswith(known := decoded(codec, tokens[:whole])):
-        whole -= 1
-    # Some tokenizers write a space before each text, so fewer tokens are kept where the rest does not join on.
-    for kept in (*range(whole, max(0, whole - 8), -1), 0):
-        known = decoded(codec, tokens[:kept])
-        joined = [*tokens[:kept], *codec.encode_more(text[len(known) :])]
-        if text.startswith(known) and decoded(codec, joined) == text:
-            return joined
+    if (joined := retold(codec, tokens, text)) is not None:
+        return joined
     raise SessionError(f"the text {text!r} has no tokens that end where the stop string begins", "unwritable")
 
 

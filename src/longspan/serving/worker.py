@@ -17,8 +17,6 @@ class Worker:
         self.pool = pool
         self.turned = time.monotonic()
         """when the thread last went round"""
-        self.drawn = 0
-        """tokens drawn so far"""
         self.cancelled = 0
         """streams cancelled so far"""
         self._wake = threading.Event()
@@ -72,6 +70,6 @@ class Worker:
                 self._wake.clear()
                 continue
             try:
-                self.drawn += self.pool.step()
+                self.pool.step()
             except Exception as error:
                 self.pool.fail(f"{type(error).__name__}: {error}")
