@@ -140,7 +140,9 @@ def _replace_functions(module: ModuleType, kind: str, layer: Layer) -> list[Repl
 
 def _wrap_models(module: ModuleType, kind: str, model: Model, refused: str) -> None:
     """Wrap a file's models and masks, so that layers know packed rows, unless ``refused``, and padding."""
-    reads_padding = model.reads_padding
+    reads_padding, undoes = model.reads_padding, version() >= UNDOES and not model.no_drafts
+    if model.no_drafts:
+        untouched[f"{kind}.drafts"] = model.no_drafts
     if version() < model.layer.skips:
         reads_padding = f"transformers before {_dotted(model.layer.skips)} keeps padding in the states of its layers"
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
@@ -152,13 +154,10 @@ def _wrap_models(module: ModuleType, kind: str, model: Model, refused: str) -> N
             original = owner.__dict__["forward"]
             one = Replaced(kind, f"{name}.forward", owner, "forward", original)
             _put(one, packing.pass_rows(original, refused, reads_padding, model.numbers_anew))
-        if inspect.isclass(owner) and owner.__dict__.get("_is_stateful") is True and version() >= UNDOES:
-            if model.no_drafts:
-                untouched[f"{kind}.drafts"] = model.no_drafts
-            else:
-                # ``generate`` refuses drafts for models with it, whatever their cache can undo.
-                owner._is_stateful = False
-                replaced.append(Replaced(kind, f"{name}._is_stateful", owner, "_is_stateful", True, put=False))
+        if inspect.isclass(owner) and owner.__dict__.get("_is_stateful") is True and undoes:
+            # ``generate`` refuses drafts for models with it, whatever their cache can undo.
+            owner._is_stateful = False
+            replaced.append(Replaced(kind, f"{name}._is_stateful", owner, "_is_stateful", True, put=False))
 
 
 def _owner(module: ModuleType, name: str) -> tuple[Any, str]:
