@@ -9,6 +9,7 @@ from longspan.cli.parser import LONG, MOST, ROUNDS, Parser, natural_int, number,
 
 from .depth import KIND as DEPTH
 from .kind import Benchmark, numbers, seconds
+from .rewind import KIND as REWIND
 
 
 def _gated_options(parser: Parser) -> None:
@@ -398,6 +399,7 @@ OWN = {
         _convolution,
     ),
     "depth": DEPTH,
+    "rewind": REWIND,
     "transformers": Benchmark(
         "hybrid models of transformers, stock and accelerated by longspan: prefill, training, decoding",
         (
