@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import fmean
@@ -55,7 +55,7 @@ class Options:
         return Decoder(config).eval().to(getattr(torch, dtype))
 
 
-def run(options: Options, watch: Watch) -> Iterator[dict[str, Any]]:
+def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]:
     """Measure; yield the growing result for ``report.collect``. Raises ValueError without the decode engine."""
     text, rows = pretrained.load("text"), []
     if reason := Engine.why_not(text):
@@ -187,7 +187,7 @@ def _texts(name: str, model: Any, options: Options) -> list[dict[str, Any]]:
     return rows
 
 
-def _timed(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, Figure]:
+def _timed(calls: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, Figure]:
     for call in calls.values():
         call()
     timings: dict[str, Timing] = take_turns(

@@ -205,11 +205,11 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, StateGenerationMixin):
                 raise ValueError("tokens that can be undone cannot be padding; pad prompts on the left")
             if ahead == ids.shape[1]:
                 return cache.read_ahead(self.decoder, ids), None
-            first = [None if t is None else t[:, :-ahead] for t in (mask, positions)]
-            outputs, begins = self._outputs(ids[:, :-ahead], *first, cache)
+            mask, positions = (None if t is None else t[:, :-ahead] for t in (mask, positions))
+            outputs, begins = self._outputs(ids[:, :-ahead], mask, positions, cache)
             last = cache.read_ahead(self.decoder, ids[:, -ahead:])
             return torch.cat([outputs, last], 1), None if begins is None else F.pad(begins, (0, ahead))
-        state = None if cache is None else cache.state
+        state: Any = None if cache is None else cache.state
         if cache is not None:
             if state is None:
                 if self.decoder.device.type == "meta" and not ids.is_meta:

@@ -156,7 +156,7 @@ def _wrap_models(module: ModuleType, kind: str, model: Model, refused: str) -> N
             _put(one, packing.pass_rows(original, refused, reads_padding, model.numbers_anew))
         if inspect.isclass(owner) and owner.__dict__.get("_is_stateful") is True and undoes:
             # ``generate`` refuses drafts for models with it, whatever their cache can undo.
-            owner._is_stateful = False
+            setattr(owner, "_is_stateful", False)  # noqa: B010 (an attribute that a type does not have)
             replaced.append(Replaced(kind, f"{name}._is_stateful", owner, "_is_stateful", True, put=False))
 
 

@@ -32,7 +32,7 @@ def _measure(args) -> tuple[Generator, Callable]:
 
     dtypes = tuple(word.strip() for word in args.dtypes.split(","))
     for dtype in dtypes:
-        known(dtype, DTYPES, "dtype")
+        known(dtype, dict.fromkeys(DTYPES), "dtype")
     lists = {name: numbers(args, name) for name in ("rooms", "drafts")}
     sizes = {name: getattr(args, name) for name in ("length", "edits", "tokens", "rounds", "dim", "depth", "heads")}
     return rewind.run(rewind.Options(**lists, **sizes, dtypes=dtypes), track), rewind.text
