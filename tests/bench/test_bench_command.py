@@ -357,6 +357,17 @@ def test_limits(capsys, monkeypatch):
     assert "GEMM, GFLOP/s" in out
 
 
+@pytest.mark.full
+def test_rewind(capsys):
+    sizes = "--dim 16 --depth 1 --heads 2 --drafts 1,3 --tokens 5 --rounds 1 --dtypes float32"
+    out, result = ran(capsys, "rewind", *"--length 40 --rooms 2 --edits 1".split(), *sizes.split())
+    found = [(row["part"], row["candidate"]) for row in result["rows"]]
+    drafts = [("text", name) for name in ("no drafts", "prompt lookup", "right drafts", "wrong drafts")] * 2
+    calls = [("verify", name) for name in ("step", "verify 1", "verify 3")]
+    assert found == [("edit", "2 states"), ("edit", "no states"), *drafts, *calls, *drafts]
+    assert "of the whole prompt" in out
+
+
 def test_rows_of_different_columns_make_one_table():
     assert report.rows_csv([{"a": 1}, {"b": 2.5, "a": 3}]) == "a,b\n1,\n3,2.5\n"
 

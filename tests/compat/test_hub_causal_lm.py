@@ -18,6 +18,7 @@ from transformers.utils import logging
 from longspan.compat.transformers import LongspanCache, LongspanConfig, LongspanForCausalLM
 from longspan.compat.transformers.cache import NAME
 from longspan.compat.transformers.tokens import read
+from longspan.generation.native_decoder import Engine
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -182,6 +183,55 @@ def test_a_cache_goes_on_in_any_cut_and_copies_stand_alone():
     assert len(cache.state.position) == 4
     cache.reset()
     assert cache.get_seq_length() == 0
+
+
+DRAFTS = {
+    "prompt lookup": {"prompt_lookup_num_tokens": 4},
+    "itself": {"assistant_model": model()},
+    "another": {"assistant_model": model("linear")},
+}
+
+
+@pytest.mark.skipif(NAME != "cache", reason="before transformers 5.24, generate undoes drafts in another way")
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_drafts_leave_the_logits_of_the_decode_engine(draft):
+    """To the bit, and the text of a generation without drafts."""
+    lm, tokens = model(), ids(1, 7).repeat(1, 3)
+    options: Any = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    found = lm.generate(tokens, **options, **DRAFTS[draft])
+    assert torch.equal(found.sequences, lm.generate(tokens, **options).sequences)
+    engine, text = Engine(lm.decoder), found.sequences
+    with torch.no_grad():
+        _, state = lm.decoder(started(tokens[:, :-1]), lm.decoder.init_state(1))
+    for token, logits in zip(text[:, 20:-1].split(1, 1), found.logits, strict=True):
+        outputs, state = engine(token, state)
+        assert torch.equal(outputs[:, 0], logits)
+
+
+@pytest.mark.skipif(NAME != "cache", reason="before transformers 5.24, generate undoes drafts in another way")
+@torch.no_grad()
+def test_a_cropped_cache_is_that_of_the_tokens_that_remain():
+    """Part of a call, all of it, several calls, part of several, all of the text."""
+    lm, cache, text = model(), LongspanCache(), torch.zeros(1, 0, dtype=torch.long)
+    cache.activate_past_recording()
+    calls = (9, 1), (5, 5), (1, 0), (3, None), (1, 4), (2, None), (3, 4), (7, 2), (2, 17), (1, 1), (4, 0)
+    for new, undone in calls:
+        part = ids(1, 20)[:, :new]
+        logits, text = lm(part, cache=cache).logits, torch.cat([text, part], 1)
+        assert torch.allclose(logits, lm(text, use_cache=False).logits[:, -new:], atol=1e-5)
+        if undone is not None:
+            assert cache.is_croppable
+            cache.crop(-undone)
+            text = text[:, : text.shape[1] - undone]
+        assert cache.get_seq_length() == text.shape[1]
+    with pytest.raises(ValueError, match=r"crop\(-2\) cannot undo tokens; it takes 0 to -0"):
+        cache.crop(-2)
+
+
+@pytest.mark.skipif(NAME != "cache", reason="before transformers 5.24, generate undoes drafts in another way")
+def test_drafts_for_a_model_without_the_decode_engine_are_refused():
+    with pytest.raises(ValueError, match="only the decode engine can read drafts, .* is a Local"):
+        model("local(window=5)").generate(ids(1, 9), max_new_tokens=2, prompt_lookup_num_tokens=2)
 
 
 @pytest.mark.parametrize("beams", [1, 3])

@@ -22,9 +22,12 @@ from hybrids import (
     same_gradients,
     served,
     tokens,
+    version,
     writes,
 )
 from longspan.compat import transformers as on_cpu
+from longspan.compat.transformers import undoing
+from longspan.compat.transformers.models import MODELS
 from longspan.ops.gated import native
 
 # Types whose original caches lose the padding after the first token (MiniMax), mix the rows of a batch (RWKV), or lose
@@ -152,6 +155,63 @@ def test_gradients_go_through_a_cache(kind, cuts):
             found.append(gradients(made))
     for wanted, ours in (found[:2], found[2:]):
         same_gradients(ours, wanted)
+
+
+UNDOING = [kind for kind in KINDS if not MODELS[kind].no_drafts]
+
+
+def undoes():
+    if version() < (5, 24):
+        pytest.skip("caches of these transformers cannot undo tokens of recurrent layers")
+
+
+@pytest.mark.parametrize("kind", UNDOING)
+@torch.no_grad()
+def test_a_cropped_cache_is_that_of_the_tokens_that_remain(kind, monkeypatch):
+    """Part of a call, all of it, more than one, nothing; also where a long prompt is remembered in part."""
+    undoes()
+    from transformers import DynamicCache
+
+    monkeypatch.setattr(undoing, "KEPT", 6)
+    made, text = accelerated(kind), torch.zeros(1, 0, dtype=torch.long)
+    cache = DynamicCache(config=made.config)
+    cache.activate_past_recording()
+    for step, (read, undone) in enumerate([(11, 4), (5, 5), (1, 0), (2, 1), (1, None), (1, None), (3, 4), (6, 2)]):
+        part = tokens(1, read, seed=step)
+        logits, text = made(part, use_cache=True, cache=cache).logits, torch.cat([text, part], 1)
+        assert far(logits, made(text, use_cache=False).logits[:, -read:]) < 1e-5
+        if undone is not None:
+            assert cache.is_croppable
+            cache.crop(-undone)
+            text = text[:, : text.shape[1] - undone]
+    if kind not in CONVOLUTIONS:
+        with pytest.raises(RuntimeError, match="cannot crop 1 tokens: .* remember the last 0"):
+            cache.crop(-1)
+
+
+DRAFTS = {
+    "prompt lookup": lambda kind: {"prompt_lookup_num_tokens": 4},
+    "another model": lambda kind: {"assistant_model": model(kind, seed=1)},
+    "itself": lambda kind: {"assistant_model": model(kind)},
+}
+
+
+@pytest.mark.parametrize(
+    "kind", ["qwen3_5", "mamba2", "kimi_linear", "jamba", "falcon_h1", "lfm3", "rwkv", "zamba", "minimax"]
+)
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_texts_with_drafts_are_those_without(kind, draft):
+    undoes()
+    made, x = accelerated(kind), tokens(1, 7).repeat(1, 3)
+    more = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, "suppress_tokens": [0]}
+    given = DRAFTS[draft](kind)
+    if MODELS[kind].no_drafts:
+        assert on_cpu.status().untouched[f"{kind}.drafts"] == MODELS[kind].no_drafts
+        named = f"not supported with stateful models, such as {type(made).__name__}|decoding requires a cache"
+        with pytest.raises((ValueError, RuntimeError), match=named):
+            made.generate(x, **more, **given)
+        return
+    assert torch.equal(made.generate(x, **more, **given), made.generate(x, **more))
 
 
 def test_positions_that_are_given_stay():

@@ -358,6 +358,21 @@ def _depth(plt: Any, result: dict[str, Any]) -> Any:
     return figure
 
 
+def _rewind(plt: Any, result: dict[str, Any]) -> Any:
+    """The share of an edit, the time of a call by its tokens, and the speed-up by drafts."""
+    figure, axes = plt.subplots(1, 3, figsize=(3 * PANEL[0], PANEL[1]), layout="constrained")
+    panels = (("edit", "share", "an edit, of the whole prompt"), ("verify", "steps", "a call, in single steps"))
+    for axis, (part, field, label) in zip(axes, (*panels, ("text", "speed", "speed-up of a text")), strict=True):
+        rows = [row for row in result["rows"] if row["part"] == part]
+        facts = ("candidate", "room", "dtype", "model", "text")
+        names = [", ".join(str(row[fact]) for fact in facts if fact in row) for row in rows]
+        axis.barh(names, [row[field] for row in rows])
+        axis.invert_yaxis()
+        axis.set_xlabel(label)
+        axis.grid(alpha=0.3, axis="x")
+    return figure
+
+
 def _transformers(plt: Any, result: dict[str, Any]) -> Any:
     """The speed-up of each model, by what it does."""
     rows = [row for row in result["rows"] if row["candidate"] == "longspan" and "times_transformers" in row]
@@ -630,6 +645,7 @@ def readable_bytes(count: float) -> str:
 
 PICTURES = {
     "depth": _depth,
+    "rewind": _rewind,
     "convolution": _convolution,
     "transformers": _transformers,
     "rwkv7": _rwkv7,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -62,7 +63,7 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, StateGenerationMixin):
     base_model_prefix = "decoder"
     supports_gradient_checkpointing = True
     cache_type = LongspanCache
-    _is_stateful = True
+    _is_stateful = NAME != "cache"  # before transformers 5.24, ``generate`` has another way to undo drafted tokens
     _no_split_modules = ["Block"]  # noqa: RUF012
     _supports_sdpa = True
 
@@ -174,7 +175,8 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, StateGenerationMixin):
         if cache is None and use_cache:
             cache = LongspanCache()
         mask = mask_of_last(attention_mask, *input_ids.shape)
-        outputs, begins = self._outputs(input_ids, mask, position_ids, cache)
+        ahead = 0 if cache is None else cache.ahead(input_ids, logits_to_keep)
+        outputs, begins = self._outputs(input_ids, mask, position_ids, cache, ahead)
         logits = self._logits(outputs)
         loss = None
         if labels is not None:
@@ -192,10 +194,22 @@ class LongspanForCausalLM(StrictLoading, PreTrainedModel, StateGenerationMixin):
         return found if return_dict is not False else found.to_tuple()
 
     def _outputs(
-        self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, cache: LongspanCache | None
+        self, ids: Tensor, mask: Tensor | None, positions: Tensor | None, cache: LongspanCache | None, ahead: int = 0
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the decoder's outputs of the tokens, and where sequences begin (B,N), None if nowhere."""
-        state = None if cache is None else cache.state
+        """Return the decoder's outputs of the tokens, and where sequences begin (B,N), None if nowhere.
+
+        The cache can undo the last ``ahead`` tokens.
+        """
+        if cache is not None and ahead:
+            if mask is not None and not bool(mask[:, -ahead:].all()):
+                raise ValueError("tokens that can be undone cannot be padding; pad prompts on the left")
+            if ahead == ids.shape[1]:
+                return cache.read_ahead(self.decoder, ids), None
+            mask, positions = (None if t is None else t[:, :-ahead] for t in (mask, positions))
+            outputs, begins = self._outputs(ids[:, :-ahead], mask, positions, cache)
+            last = cache.read_ahead(self.decoder, ids[:, -ahead:])
+            return torch.cat([outputs, last], 1), None if begins is None else F.pad(begins, (0, ahead))
+        state: Any = None if cache is None else cache.state
         if cache is not None:
             if state is None:
                 if self.decoder.device.type == "meta" and not ids.is_meta:

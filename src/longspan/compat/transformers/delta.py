@@ -7,6 +7,7 @@ from ...ops.gated import delta_rule
 from ...ops.tensors import upcast_half, wide_dtype
 from .packing import borders, real
 from .states import carried, may_be_overwritten
+from .undoing import recur
 
 
 def gated_delta_rule(
@@ -49,17 +50,13 @@ def gated_delta_rule(
         q, k, v = (t.float() for t in (q, k, v))
     # The cache copies the new state over the old one, so a step may overwrite it directly.
     donate = n == 1 and output_final_state and initial_state is not None and may_be_overwritten(initial_state)
-    o, state = delta_rule(
-        q,
-        k,
-        v,
-        beta=upcast_half(rate),
-        log_decay=upcast_half(decay),
-        mask=real(batch, n),
-        segments=segments,
-        return_state=True,
+    operands = {"query": q, "key": k, "value": v, "beta": upcast_half(rate), "log_decay": upcast_half(decay)}
+    o, state = recur(
+        delta_rule,
+        operands | {"mask": real(batch, n), "segments": segments},
+        axis=2,
+        state=None if initial_state is None else carried(initial_state, wide_dtype(v)),
         donate=donate,
         normalize="l2" if use_qk_l2norm_in_kernel else None,
-        state=None if initial_state is None else carried(initial_state, wide_dtype(v)),
     )
     return o.transpose(1, 2).to(query.dtype), state if output_final_state else None

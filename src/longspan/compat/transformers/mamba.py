@@ -12,6 +12,7 @@ from torch import Tensor
 from ...ops.scan import selective_scan
 from .packing import borders, cache_of, real, sequences
 from .states import carried, may_be_overwritten
+from .undoing import recur
 
 
 class Known(NamedTuple):
@@ -72,20 +73,16 @@ def scan(
     known = _known.get()
     segments, states = (borders(kwargs, batch, n), iter(())) if known is None else known
     state = next(states, None)
-    y, last = selective_scan(
-        hidden_states.mT,
-        dt.mT,
-        A,
-        B.mT,
-        C.mT,
+    y, last = recur(
+        selective_scan,
+        {"x": hidden_states.mT, "dt": dt.mT, "B": B.mT, "C": C.mT, "z": None if z is None else z.mT}
+        | {"mask": real(batch, n), "segments": segments},
+        axis=1,
+        state=None if state is None else carried(state, A.dtype),
+        A=A,
         D=D,
-        z=None if z is None else z.mT,
         dt_bias=delta_bias,
         softplus=delta_softplus,
-        mask=real(batch, n),
-        segments=segments,
-        state=None if state is None else carried(state, A.dtype),
-        return_state=True,
     )
     return (y.mT, last) if return_last_state else y.mT
 
@@ -124,19 +121,16 @@ def step(
     References:
         transformers, ``mamba_selective_state_update``.
     """
-    y, last = selective_scan(
-        hidden_states[:, None],
-        dt[:, None],
-        A,
-        B[:, None],
-        C[:, None],
+    operands = {"x": hidden_states, "dt": dt, "B": B, "C": C, "z": z}
+    y, last = recur(
+        selective_scan,
+        {name: None if t is None else t[:, None] for name, t in operands.items()} | {"mask": real(len(state), 1)},
+        axis=1,
+        state=carried(state, A.dtype),
+        A=A,
         D=D,
-        z=None if z is None else z[:, None],
         dt_bias=dt_bias,
         softplus=dt_softplus,
-        mask=real(len(state), 1),
-        state=carried(state, A.dtype),
-        return_state=True,
         donate=may_be_overwritten(state),
     )
     if last.data_ptr() != state.data_ptr():

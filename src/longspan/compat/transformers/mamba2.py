@@ -7,6 +7,7 @@ from ...ops.gated import decay_attention
 from ...ops.tensors import upcast_half
 from .packing import borders, real
 from .states import carried, may_be_overwritten
+from .undoing import recur
 
 
 def scan(
@@ -51,16 +52,14 @@ def scan(
     batch, n = x.shape[:2]
     segments, dt = borders(kwargs, batch, n), _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
     q, k, v = (t.transpose(1, 2) for t in (upcast_half(C), upcast_half(B), x * dt[..., None]))
-    o, state = decay_attention(
-        q,
-        k,
-        v,
-        log_decay=(A.to(dt.dtype) * dt).mT,
-        scale=1.0,
-        mask=real(batch, n),
-        segments=segments,
-        return_state=True,
+    o, state = recur(
+        decay_attention,
+        {"query": q, "key": k, "value": v, "log_decay": (A.to(dt.dtype) * dt).mT}
+        | {"mask": real(batch, n), "segments": segments},
+        axis=2,
         state=None if initial_states is None else carried(initial_states.mT, v.dtype),
+        back=_values_first,
+        scale=1.0,
     )
     o = o.transpose(1, 2)
     if D is not None:
@@ -108,15 +107,14 @@ def step(
     dt = _steps(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)  # (B,H)
     x = upcast_half(hidden_states)
     q, k, v = (t[:, :, None] for t in (upcast_half(C), upcast_half(B), x * dt[..., None]))
-    o, end = decay_attention(
-        q,
-        k,
-        v,
-        log_decay=(A[:, 0, 0].to(dt.dtype) * dt)[..., None],
-        scale=1.0,
-        mask=real(len(x), 1),
-        return_state=True,
+    o, end = recur(
+        decay_attention,
+        {"query": q, "key": k, "value": v, "log_decay": (A[:, 0, 0].to(dt.dtype) * dt)[..., None]}
+        | {"mask": real(len(x), 1)},
+        axis=2,
         state=carried(state.mT, v.dtype),
+        back=_values_first,
+        scale=1.0,
         donate=may_be_overwritten(state),
     )
     state.copy_(end.mT)  # a copy onto itself where the kernel has overwritten it
@@ -136,6 +134,10 @@ def per_head(state: Tensor, hidden_states: Tensor, dt: Tensor, A: Tensor, *other
     )
     alike = alike and all(t is None or t.stride(-1) == 0 or t.shape[-1] == 1 for t in (dt, dt_bias))
     return "" if alike else "decays differ inside a head"
+
+
+def _values_first(state: Tensor) -> Tensor:
+    return state.mT
 
 
 def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:

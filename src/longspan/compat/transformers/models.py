@@ -61,6 +61,7 @@ class Model:
         reads_padding: Why other layers read the places of tokens in a row, so that padding between tokens changes the
             result, or "".
         numbers_anew: Whether it numbers the tokens after a cache from 0 unless it receives ``position_ids``.
+        no_drafts: Why its cache cannot undo drafted tokens, or "".
     """
 
     layer: Layer
@@ -71,6 +72,7 @@ class Model:
     leaks: str = ""
     reads_padding: str = ""
     numbers_anew: bool = False
+    no_drafts: str = ""
 
 
 def _no_kernel(*args, **kwargs) -> None:
@@ -155,6 +157,8 @@ CONVOLUTIONS = Layer(
 
 _CONTINUED = Wrapper(mamba.with_state, "several tokens after a cache, which the original code reads as a new sequence")
 _DISTANCES = "its attention measures distances by places in the row"
+_UNTRIED = "longspan does not test it with drafts"
+_OWN_CACHE = "its cache is its own, which cannot undo tokens"
 _DYNAMIC = "its taps depend on the token, for which longspan has no kernel"
 
 MODELS = {
@@ -169,6 +173,7 @@ MODELS = {
         },
         leaks="its layers with an indexer and its n-gram embeddings may look across sequences",
         reads_padding="its n-gram embeddings and its layers with an indexer may read padding",
+        no_drafts=_UNTRIED,
     ),
     "olmo_hybrid": Model(GATED_DELTA_NET),
     "lara_mini": Model(GATED_DELTA_NET, since=(5, 24)),
@@ -178,6 +183,7 @@ MODELS = {
         KIMI_DELTA_ATTENTION,
         leaks="its layers with an indexer look at all tokens of a row",
         reads_padding="its layers with an indexer may read padding",
+        no_drafts=_UNTRIED,
     ),
     "mamba2": Model(MAMBA2),
     "nemotron_h": Model(MAMBA2, around=("nemotron3_5_transcribe", "nemotron_h_omni")),
@@ -188,7 +194,12 @@ MODELS = {
     "mamba": Model(MAMBA1, (5, 24), {"MambaMixer.forward": _CONTINUED}),
     "falcon_mamba": Model(MAMBA1, (5, 24), {"FalconMambaMixer.forward": _CONTINUED}),
     "jamba": Model(MAMBA1, (5, 24), {"JambaMambaMixer.forward": _CONTINUED}),
-    "zamba": Model(MAMBA1, (5, 24), {"ZambaMambaMixer.forward": _CONTINUED}),
+    "zamba": Model(
+        MAMBA1,
+        (5, 24),
+        {"ZambaMambaMixer.forward": _CONTINUED},
+        no_drafts="each of its layers has several scans, one for each head",
+    ),
     "minimax": Model(
         LIGHTNING,
         wrappers={
@@ -196,13 +207,25 @@ MODELS = {
             "MiniMaxCache.get_mask_sizes": Wrapper(lightning.from_layer_with_keys),
             "MiniMaxCache.reorder_cache": Wrapper(lightning.with_states),
         },
+        no_drafts=_OWN_CACHE,
     ),
-    "recurrent_gemma": Model(RG_LRU, (5, 24), {"RecurrentGemmaModel.__call__": Wrapper(rglru.numbered)}),
+    "recurrent_gemma": Model(
+        RG_LRU,
+        (5, 24),
+        {"RecurrentGemmaModel.__call__": Wrapper(rglru.numbered)},
+        no_drafts="its outputs do not return the cache",
+    ),
     "rwkv": Model(
-        RWKV4, (5, 24), {"RwkvForCausalLM._reorder_cache": Wrapper(rwkv.reordered, "beam search with states")}
+        RWKV4,
+        (5, 24),
+        {"RwkvForCausalLM._reorder_cache": Wrapper(rwkv.reordered, "beam search with states")},
+        no_drafts=_OWN_CACHE,
     ),
     "xlstm": Model(
-        MLSTM, (5, 24), {"xLSTMForCausalLM._reorder_cache": Wrapper(mlstm.reordered, "beam search with states")}
+        MLSTM,
+        (5, 24),
+        {"xLSTMForCausalLM._reorder_cache": Wrapper(mlstm.reordered, "beam search with states")},
+        no_drafts=_OWN_CACHE,
     ),
     "lfm2": Model(CONVOLUTIONS, (5, 24), around=("lfm2_vl",)),
     "lfm2_moe": Model(CONVOLUTIONS, (5, 24)),

@@ -11,11 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import convolution, packing
+from . import convolution, packing, undoing
 from .counting import counted
 from .models import ATTRIBUTES, MODELS, UNSERVED, UNSERVED_LAYERS, Layer, Model, Ours
 from .record import Replaced, replaced, untouched, version
 from .report import Status, status
+
+UNDOES = (5, 24)  # the first version of transformers whose caches can undo tokens with our recurrences
 
 
 def accelerate(model: nn.Module | None = None) -> Status:
@@ -138,7 +140,9 @@ def _replace_functions(module: ModuleType, kind: str, layer: Layer) -> list[Repl
 
 def _wrap_models(module: ModuleType, kind: str, model: Model, refused: str) -> None:
     """Wrap a file's models and masks, so that layers know packed rows, unless ``refused``, and padding."""
-    reads_padding = model.reads_padding
+    reads_padding, undoes = model.reads_padding, version() >= UNDOES and not model.no_drafts
+    if model.no_drafts:
+        untouched[f"{kind}.drafts"] = model.no_drafts
     if version() < model.layer.skips:
         reads_padding = f"transformers before {_dotted(model.layer.skips)} keeps padding in the states of its layers"
     for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
@@ -150,6 +154,10 @@ def _wrap_models(module: ModuleType, kind: str, model: Model, refused: str) -> N
             original = owner.__dict__["forward"]
             one = Replaced(kind, f"{name}.forward", owner, "forward", original)
             _put(one, packing.pass_rows(original, refused, reads_padding, model.numbers_anew))
+        if inspect.isclass(owner) and owner.__dict__.get("_is_stateful") is True and undoes:
+            # ``generate`` refuses drafts for models with it, whatever their cache can undo.
+            setattr(owner, "_is_stateful", False)  # noqa: B010 (an attribute that a type does not have)
+            replaced.append(Replaced(kind, f"{name}._is_stateful", owner, "_is_stateful", True, put=False))
 
 
 def _owner(module: ModuleType, name: str) -> tuple[Any, str]:
@@ -163,7 +171,7 @@ def _dotted(numbers: tuple[int, int]) -> str:
 
 
 def _cache() -> None:
-    """Make transformers' caches keep the last real tokens of convolutions, where their layers hold all tokens."""
+    """Make transformers' caches undo tokens, and keep the last real tokens of convolutions."""
     from transformers import cache_utils
 
     owner: Any = getattr(cache_utils, "LinearAttentionLayer", None)
@@ -172,6 +180,18 @@ def _cache() -> None:
             "", "LinearAttentionLayer.update_conv_state", owner, "update_conv_state", owner.update_conv_state
         )
         _put(one, convolution.with_real_tokens(one.original))
+    if version() < UNDOES:
+        return
+    layer: Any = cache_utils.LinearAttentionCacheLayerMixin
+    for owner, name, wrap in (
+        (cache_utils.Cache, "get_recurrent_state", undoing.noting),
+        (cache_utils.Cache, "get_conv_state", undoing.whole_windows),
+        (cache_utils.Cache, "get_seq_length", undoing.counting),
+        (layer, "is_croppable", undoing.croppable),
+        (layer, "crop", undoing.cropping),
+    ):
+        one = Replaced("", f"{owner.__name__}.{name}", owner, name, owner.__dict__[name])
+        _put(one, wrap(one.original))
 
 
 def _is_model(owner: type) -> bool:
@@ -195,13 +215,17 @@ def _replace(kind: str, name: str, owner: Any, attribute: str, original: Callabl
     _put(one, _dispatch(one, ours))
 
 
-def _put(one: Replaced, new: Callable) -> None:
-    if hasattr(one.original, "__longspan__"):
+def _put(one: Replaced, new: Any) -> None:
+    if hasattr(_function(one.original), "__longspan__"):
         return
-    new.__longspan__ = True
+    _function(new).__longspan__ = True
     one.put, one.inherited = new, inspect.isclass(one.owner) and one.attribute not in one.owner.__dict__
     setattr(one.owner, one.attribute, new)
     replaced.append(one)
+
+
+def _function(put: Any) -> Any:
+    return put.fget if isinstance(put, property) else put
 
 
 def _dispatch(one: Replaced, ours: Ours) -> Callable:

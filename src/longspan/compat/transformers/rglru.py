@@ -13,6 +13,7 @@ from ...ops.tensors import upcast_half
 from . import convolution
 from .packing import borders, real
 from .states import carried
+from .undoing import recur
 
 
 def block(
@@ -89,13 +90,12 @@ def recurrence(self, activations: Tensor, position_ids: Tensor, segments: Tensor
     root = sys.modules[type(self).__module__].SqrtBoundDerivative.apply(-torch.expm1(2 * log_decay))
     x = x * gate(self.input_gate_weight, self.input_gate_bias) * torch.where(first, 1.0, root)
     state = self.recurrent_states
-    y, self.recurrent_states = diagonal_scan(
-        x,
-        log_decay.masked_fill(first, -torch.inf),
-        mask=real(x.shape[0], x.shape[1]),
-        segments=segments,
+    operands = {"x": x, "log_decay": log_decay.masked_fill(first, -torch.inf)}
+    y, self.recurrent_states = recur(
+        diagonal_scan,
+        operands | {"mask": real(x.shape[0], x.shape[1]), "segments": segments},
+        axis=1,
         state=None if state is None else carried(state, x.dtype),
-        return_state=True,
     )
     return y.to(activations.dtype)
 

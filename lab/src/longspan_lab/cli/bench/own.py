@@ -102,6 +102,14 @@ OWN: dict[str, Benchmark] = {
             "longspan bench depth --attention 'gla; softmax' --depths 2,4,8 --length 2048 --feedforward-chunk 256",
         ),
     ),
+    "rewind": Benchmark(
+        "rewind",
+        "what undoing tokens costs: an edit in a long prompt, calls that verify drafts, texts with drafts",
+        (
+            "longspan bench rewind --length 512 --edits 2 --tokens 20 --rounds 1 --dim 64 --depth 2 --heads 2",
+            "longspan bench rewind",
+        ),
+    ),
     "transformers": Benchmark(
         "hybrids",
         "hybrid models of transformers, stock and accelerated by longspan: prefill, training, decoding",
