@@ -14,14 +14,14 @@ demo: .venv/demo.stamp
 # The fast tier, for the edit loop. Nothing may follow pytest: its summary is the last line. One process for each
 # processor that the system counts.
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest -n logical --dist loadgroup --tier fast
+	$(BIN)/python -m pytest -n logical --tier fast
 
 # The other cases; continuous integration runs both.
 test-rest: .venv/dev.stamp
-	$(BIN)/python -m pytest -n logical --dist loadgroup --tier rest
+	$(BIN)/python -m pytest -n logical --tier rest
 
 test-all: .venv/dev.stamp
-	$(BIN)/python -m pytest -n logical --dist loadgroup
+	$(BIN)/python -m pytest -n logical
 
 slow: .venv/dev.stamp
 	$(BIN)/python -m pytest -m "slow or demo or inductor"

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -50,8 +51,22 @@ AREAS = {
     "docs": ("house",),
 }
 AREA = {folder: area for area, folders in AREAS.items() for folder in folders}
-# Fixtures that take long to set up: in each file the tests that use them run in one process, which sets them up once.
-ONCE = {"clocks", "site", "measured", "results", "result", "sharded", "whole", "shared", "sync"}
+# Files with fixtures that take long to set up: the tests of each run in one process, which sets them up once.
+TOGETHER = {
+    f"tests/{name}.py"
+    for name in (
+        "bench/test_bench_profile",
+        "cli/test_demo",
+        "gpu/test_fake_device",
+        "house/test_docs",
+        "train/test_async_checkpoints",
+        "train/test_carry",
+        "train/test_fsdp",
+        "train/test_resume",
+        "train/test_sequence_parallel_runs",
+        "train/test_target",
+    )
+}
 FEW = 2  # cases of each parametrized test in the fast tier
 
 
@@ -64,13 +79,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Hand out single tests, and those of the files ``TOGETHER`` at once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, _ = nodeid.partition("::")
+            return file if file in TOGETHER else nodeid
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark tests by folder, keep those of the tier, and skip those whose hardware or compiler is absent."""
     root = Path(__file__).parent
     for item in items:
         item.add_marker(AREA[item.path.relative_to(root).parts[0]])
-        if isinstance(item, pytest.Function) and ONCE & set(item.fixturenames):
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
     fast = _few(items, by=_test)
     if not torch.cuda.is_available():
         interpreted = [item for item in items if item.get_closest_marker("interpreted")]

@@ -93,7 +93,7 @@ def test_lines_without_make_are_those_that_make_runs(blocks):
     shown = [line for line in commands(blocks(README, "console")) if SETUP.match(line)]
     assert shown
     assert [line for line in shown if not line.startswith(("make ", "source ")) and line not in plan] == []
-    assert plan[-1] == ".venv/bin/python -m pytest -n logical --dist loadgroup --tier fast"
+    assert plan[-1] == ".venv/bin/python -m pytest -n logical --tier fast"
 
 
 EXAMPLES = re.findall(r"^```python\n(.*?)^```$", README.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
