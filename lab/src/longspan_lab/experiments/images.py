@@ -135,7 +135,7 @@ def train(settings: Settings, attention: str, place: Place) -> Row:
     """
     dataset, folder = data.load(settings.data), place.folder / slug(attention)
     config = settings.config(attention, dataset.vocab, dataset.length)
-    model = train_decoder(config, settings.run(folder))
+    model = train_decoder(config, settings.run(folder), lines=True)
     found = bits(model, dataset, "test", default_batch_size(dataset.length), examples=settings.tests)
     for kind, images, columns in draw(settings, model, dataset, attention, place):
         path = place.folder.parent / f"images-{kind}-{slug(attention)}.png"

@@ -134,9 +134,15 @@ def learn(model: nn.Module, learning: Learning, place: Place) -> list[Row]:
     return curve
 
 
-def train_decoder(config: DecoderConfig, run: TrainConfig) -> Decoder:
-    """Train as ``longspan train`` does, or resume; return the best checkpoint, on the GPU if there is one."""
-    fit(config, run, resume=begun(run.out), progress=sys.stderr.isatty())
+def train_decoder(config: DecoderConfig, run: TrainConfig, *, lines: bool = False) -> Decoder:
+    """Train as ``longspan train`` does, or resume; return the best checkpoint, on the GPU if there is one.
+
+    Args:
+        config: The model's.
+        run: The training's.
+        lines: Whether to print lines of progress without a terminal too, as of a training that takes hours.
+    """
+    fit(config, run, resume=begun(run.out), progress=lines or sys.stderr.isatty())
     return trained(Path(run.out)).to("cuda" if torch.cuda.is_available() else "cpu")
 
 
