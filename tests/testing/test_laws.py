@@ -111,7 +111,7 @@ MISTAKES = {
     "the largest numbers in a packed neighbor": ("content", "softmax", base, "isolated", looking_at_what_comes_in),
     "NaN in the gradients of a packed neighbor": ("content", "softmax", isolated, "_keep", lambda *given: None),
     "a used row next to another: one call": ("mixed_rows", LOCAL, lookback, "_from_nothing", fresh_if_some_row_is),
-    "139 tokens, packed, from nothing": ("blocks", LOCAL, sparse, "attend", meeting_in_long_rows),
+    "300 tokens, packed, from nothing": ("blocks", LOCAL, sparse, "attend", meeting_in_long_rows),
     "packed, from nothing, without gradients": (
         "blocks",
         "linear",
