@@ -547,7 +547,7 @@ def test_outputs_that_are_not_numbers_end_the_stream():
         ({"state": decoder().init_state(1)._replace(position=torch.tensor([1.0]))}, "state.position is torch.float32"),
         ({"state": decoder().init_state(1)._replace(position=3)}, "it is not a DecoderState"),
         ({"state": decoder().init_state(1), "prompt": []}, "at least one token"),
-        ({"history": [1]}, "history has 1 tokens, but there is no state"),
+        ({"history": [1]}, "history has 1 tokens, but no state was given"),
         ({"history": [13]}, "token 13"),
         ({"history": [1], "state": decoder().init_state(1)}, "history has 1 tokens, but the state has read -1"),
     ],

@@ -122,7 +122,7 @@ def same(a, b):
 @pytest.mark.parametrize("slots", [3, 8])
 @pytest.mark.parametrize("spec", ["gated_deltanet", "retention; softmax", "gla; linear"])
 def test_drafts_change_no_bit(spec, slots, monkeypatch):
-    """Right, wrong, partly right and missing ones, for rows that come and go beside others without."""
+    """Drafts that are right, wrong, partly right or empty, in a batch with streams that have no drafts."""
     own, dice = model(spec), random.Random(0)
     expected, plain = answered(own, slots=slots)
     text = {stream.prompt: stream.tokens for stream in expected}
@@ -207,7 +207,7 @@ def test_drafts_stay_within_the_places_and_the_columns(monkeypatch):
         assert all(rows * width <= 32 for rows, width in widths)
         assert bool(widths) == (slots < 11)
         widths.clear()
-    # A short draft beside a long one, whose padding has no place behind the last token.
+    # In a batch with a longer draft, the padding of the short one would exceed the capacity.
     texts = []
     for draft in ("prompt-lookup", None):
         crowd = Pool(own, slots=2, capacity=20, draft_tokens=16)

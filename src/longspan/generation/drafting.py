@@ -42,7 +42,10 @@ def why_not(model: Any, draft: Any) -> str:
 
 
 class Pace:
-    """How many tokens to draft: up to twice as many as were accepted, and none for a while after drafts that failed.
+    """The number of tokens to draft, from how many of the earlier drafts were accepted.
+
+    After a draft that was accepted as a whole it doubles, up to ``most``. Otherwise the next draft has as many tokens
+    as were accepted. After a draft without an accepted token, the next 2, 4, ..., 32 steps have none.
 
     Args:
         most: Tokens of a draft at most.

@@ -224,7 +224,7 @@ class Pool:
         before = 0 if state is None else self._tokens_read(state)
         known = None if history is None else (*start, *_check_tokens("history", history, self.vocab))
         if known is not None and (state is None or len(known) != before):
-            came = "there is no state" if state is None else f"the state has read {before - len(start)}"
+            came = "no state was given" if state is None else f"the state has read {before - len(start)}"
             raise ValueError(f"history has {len(known) - len(start)} tokens, but {came}")
         # Limits of positions and of KV caches. A start token takes a place; the last token drawn is never read.
         needed = before + len(given) + max_new_tokens + (len(start) if state is None else 0) - 1

@@ -77,6 +77,11 @@ class Turn:
             self._end.close()
 
 
+def _change(summary: str, body: str) -> dict[str, Any]:
+    """The description of a request that gives a session other tokens."""
+    return operation(summary, {"200": content(ref("Session"))}, *BODY, "404", "409", "507", body=ref(body), names=NAMES)
+
+
 class SessionRoutes:
     """The routes of ``/v1/sessions``.
 
@@ -161,37 +166,13 @@ class SessionRoutes:
             await asyncio.to_thread(self.store.remove, name)
         return JSONResponse({"id": name, "object": "session.deleted", "deleted": True})
 
-    @described(
-        "post",
-        operation(
-            "Undo the last tokens of a session.",
-            {"200": content(ref("Session"))},
-            *BODY,
-            "404",
-            "409",
-            "507",
-            body=ref("Rewind"),
-            names=NAMES,
-        ),
-    )
+    @described("post", _change("Undo the last tokens of a session.", "Rewind"))
     async def rewind(self, request: Request) -> Response:
         """POST /v1/sessions/ID/rewind."""
         name = session_id(request.path_params["id"])
         return await self._change(name, request, lambda body: rewind(body, model=self.model))
 
-    @described(
-        "post",
-        operation(
-            "Replace the text of a session, or drop some of its tokens.",
-            {"200": content(ref("Session"))},
-            *BODY,
-            "404",
-            "409",
-            "507",
-            body=ref("Edit"),
-            names=NAMES,
-        ),
-    )
+    @described("post", _change("Replace the text of a session, or drop some of its tokens.", "Edit"))
     async def edit(self, request: Request) -> Response:
         """POST /v1/sessions/ID/edit."""
         name, vocab = session_id(request.path_params["id"]), self.worker.pool.vocab

@@ -49,7 +49,7 @@ class Options:
     length: int = length(4096)
     batch: int = option(1, "batch size")
     heads: int = option(8, "value heads")
-    key_heads: int = option(0, "heads of queries and keys; 0: as many as value heads", "count")
+    key_heads: int = option(0, "heads of queries and keys; 0: the number of value heads", "count")
     size: int = option(64, "channels per head")
     batches: tuple[int, ...] = option((1, 64, 1024), "batch sizes of the decode step; 0: do not measure it", "optional")
     rounds: int = rounds(7, "samples per candidate; three times as many for the decode step")

@@ -188,8 +188,8 @@ def recur(
 ) -> tuple[Tensor, Tensor]:
     """``decay_attention`` and ``delta_rule`` without checks, by the fastest form.
 
-    Without ``log_decay`` there is no decay, and without ``beta`` no delta rule. Returns o (B,H,N,E) in v's dtype and
-    the state (B,H,D,E).
+    Without ``log_decay`` the state does not decay. Without ``beta`` the outer product of key and value is added, as in
+    linear attention. Returns o (B,H,N,E) in v's dtype and the state (B,H,D,E).
 
     Raises:
         ValueError: a forced backend cannot serve the call.
