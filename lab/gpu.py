@@ -72,7 +72,7 @@ MECHANISMS = (
 FIRST = ("oracle", "dtypes", "parallel_is_recurrent", "state", "padding", "packed", "gradients", "causal")
 LAST = ("compiles", "exports", "adversarial", "content", "blocks")
 QUICK = ("causal", "padding")  # laws on a CPU
-WORKERS = 8  # processes of the laws: these wait for the host, not for the GPU
+WORKERS = 12  # processes of kernels and laws: these wait for the host, not for the GPU
 DECODED = ("linear", "gla", "retention", "gated_deltanet", "ssd", "softmax")
 EXPERIMENTS = ("jsonargparse", "lightning", "matplotlib", "PIL", "sklearn")  # which their tests need
 COVERED = "test_device_laws.py"  # by the part of the laws
@@ -172,16 +172,38 @@ def kernels(device: str, quick: bool) -> Iterator[Row]:
     """Each Triton kernel: its errors and those of the torch form against float64, and two runs bit by bit."""
     import torch
 
-    names = (torch.bfloat16,) if quick else (torch.bfloat16, torch.float32, torch.float16)
-    for dim in (16,) if quick else (64, 128):
-        for dtype in names:
-            for n in (19,) if quick else (777, 2304):
-                for name, call, leaves in _kernel_cases(n, dim, dtype, device, heads=2 if quick else 4):
-                    row: Row = {"kernel": name, "n": n, "dim": dim, "dtype": str(dtype).removeprefix("torch.")}
-                    try:
-                        yield row | _kernel(call, leaves, dtype)
-                    except Exception as error:
-                        yield row | {"status": "failed", "note": _short(error)}
+    dims, dtypes = ((16,), ("bfloat16",)) if quick else ((64, 128), ("bfloat16", "float32", "float16"))
+    cases = range(len(list(_kernel_cases(2, 16, torch.float32, "cpu", 1))))
+    tasks = [(case, dim, dtype, quick) for dim in dims for dtype in dtypes for case in cases]
+    yield from _spread(_kernels, tasks, device)
+
+
+def _kernels(task: tuple[int, int, str, bool, str]) -> list[Row]:
+    import torch
+
+    case, dim, name, quick, device = task
+    dtype, found = getattr(torch, name), []
+    for n in (19,) if quick else (777, 2304):
+        kernel, call, leaves = list(_kernel_cases(n, dim, dtype, device, heads=2 if quick else 4))[case]
+        row: Row = {"kernel": kernel, "n": n, "dim": dim, "dtype": name}
+        try:
+            found.append(row | _kernel(call, leaves, dtype))
+        except Exception as error:
+            found.append(row | {"status": "failed", "note": _short(error)})
+    return found
+
+
+def _spread(function: Callable[[Any], list[Row]], tasks: list[Any], device: str) -> Iterator[Row]:
+    """The rows of tasks, each with the device as its last item: of several at a time on a GPU."""
+    tasks = [(*task, device) for task in tasks]
+    if device != "cuda":
+        for task in tasks:
+            yield from function(task)
+        return
+    # CUDA cannot be used in a forked process, so workers are spawned.
+    with multiprocessing.get_context("spawn").Pool(min(WORKERS, os.cpu_count() or 1)) as pool:
+        for rows in pool.imap_unordered(function, tasks):
+            yield from rows
 
 
 def _kernel(call: Callable[..., list[Any]], leaves: list[Any], dtype: Any) -> Row:
@@ -293,15 +315,7 @@ def _kernel_cases(n: int, dim: int, dtype: Any, device: str, heads: int) -> Iter
 
 def laws(device: str, quick: bool) -> Iterator[Row]:
     """The conformance checks, a row for each law and mechanism."""
-    tasks = _tasks(quick)
-    if device != "cuda":
-        for task in tasks:
-            yield from _laws((*task, device))
-        return
-    # CUDA cannot be used in a forked process, so workers are spawned.
-    with multiprocessing.get_context("spawn").Pool(min(WORKERS, os.cpu_count() or 1)) as pool:
-        for rows in pool.imap_unordered(_laws, [(*task, device) for task in tasks]):
-            yield from rows
+    yield from _spread(_laws, _tasks(quick), device)
 
 
 def _tasks(quick: bool) -> list[tuple[str, tuple[str, ...]]]:
