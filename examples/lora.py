@@ -63,7 +63,7 @@ else:
     sequences = [{"input_ids": list(text.encode())} for text in paragraphs]
 
 if not args.stock:
-    on_cpu.accelerate(model)
+    on_cpu.accelerate(model, lazy_logits=True)
 # Adapters on all projections, those of the recurrent layers included.
 model = get_peft_model(model, LoraConfig(r=args.rank, target_modules="all-linear", task_type="CAUSAL_LM"))
 model.print_trainable_parameters()

@@ -15,6 +15,7 @@ from .models.transcriber import Transcriber
 from .modules.set_blocks import ISAB, MAB, PMA, SAB
 from .ops.backends import backend
 from .ops.convolution import causal_convolution
+from .ops.cross_entropy import linear_cross_entropy
 from .ops.gated import decay_attention, delta_rule
 from .ops.gated.general import general_delta_rule
 from .ops.linear import linear_attention
@@ -50,6 +51,7 @@ __all__ = [
     "general_delta_rule",
     "generate",
     "linear_attention",
+    "linear_cross_entropy",
     "list_mechanisms",
     "load",
     "log_likelihood",

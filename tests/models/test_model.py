@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from longspan import testing
+from longspan.models import decoder as module
 from longspan.models.config import ACTIVATIONS, NORMS, DecoderConfig, EncoderConfig, StackConfig
 from longspan.models.decoder import Decoder
 from longspan.models.encoder import Encoder
@@ -67,6 +68,22 @@ def test_tied_embeddings_are_one_matrix():
     torch.testing.assert_close(model(TOKENS)[0].shape, torch.Size([2, 13, 7]))
     hidden = model.stack(model.embedding(TOKENS)[0])[0]
     torch.testing.assert_close(model(TOKENS)[0], hidden @ model.embedding.tokens.weight[:7].T)
+
+
+@pytest.mark.parametrize("fields", [{}, {"tied": True}, {"likelihood": "logistics(mixtures=2)"}])
+@pytest.mark.parametrize("large", [0, module.LARGE])
+def test_targets_give_their_log_probabilities(fields, large, monkeypatch):
+    model, inputs = decoder(**fields), TOKENS.roll(1, 1)
+    monkeypatch.setattr(module, "LARGE", large)
+    expected = model.likelihood.log_prob(model(inputs)[0], TOKENS)
+    found, state = model(inputs, targets=TOKENS)
+    assert state is None
+    torch.testing.assert_close(found, expected.to(found.dtype), atol=1e-12, rtol=0)
+    weights = list(model.parameters())
+    for a, b in zip(*(torch.autograd.grad(t.sum(), weights) for t in (found, expected)), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-12, rtol=1e-9)
+    with pytest.raises(ValueError, match=r"targets must be in 0 \.\.\. 6, not 0 \.\.\. 7"):
+        model(inputs, targets=(TOKENS == 3) * 7)
 
 
 def test_the_start_token_stands_in_front():

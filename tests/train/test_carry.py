@@ -72,27 +72,29 @@ def run(folder, text, **fields):
 class TestObjective:
     @pytest.mark.parametrize("spec", SPECS)
     def test_micro_batches_read_what_one_pass_over_each_document_does(self, tmp_path, text, spec):
-        """Outputs of the stretches of 75 micro-batches, against each document of each row by itself."""
+        """Likelihoods in the stretches of 75 micro-batches, against each document of each row by itself."""
         torch.manual_seed(0)
         model = Decoder(replace(XL, attention=spec)).double().eval()
         dataset, settings = data.load(text, LENGTH), run(tmp_path, text)
-        made, outputs, inputs, borders = Streams(settings, dataset), [], [], []
+        made, likelihoods, inputs, targets, borders = Streams(settings, dataset), [], [], [], []
         with torch.no_grad():
             for index in range(75):
                 stretch = made.batch(index, 0, 1)
-                found, targets, _ = made.read(model, stretch, None)
-                assert torch.equal(targets, stretch.targets)
-                outputs.append(found)
+                found, wanted, _ = made.read(model, stretch, None)
+                assert torch.equal(wanted, stretch.targets)
+                likelihoods.append(found)
+                targets.append(wanted)
                 inputs.append(stretch.inputs)
                 borders.append(stretch.inputs == model.start)
-            outputs, inputs, borders = (torch.cat(parts, 1) for parts in (outputs, inputs, borders))
+            found, inputs, targets, borders = (torch.cat(parts, 1) for parts in (likelihoods, inputs, targets, borders))
             assert borders[:, 0].all()
             assert borders.sum() > 4
             for row in range(3):
                 begins = [*borders[row].nonzero()[:, 0].tolist(), inputs.shape[1]]
                 for begin, end in itertools.pairwise(begins):
-                    whole, _ = model(inputs[row : row + 1, begin:end], model.init_state(1))
-                    torch.testing.assert_close(outputs[row : row + 1, begin:end], whole, rtol=1e-9, atol=1e-9)
+                    part = slice(row, row + 1), slice(begin, end)
+                    whole, _ = model(inputs[part], model.init_state(1), targets=targets[part])
+                    torch.testing.assert_close(found[part], whole, rtol=1e-9, atol=1e-9)
 
     @pytest.mark.parametrize("spec", SPECS)
     def test_no_gradient_goes_into_earlier_micro_batches(self, tmp_path, text, spec):

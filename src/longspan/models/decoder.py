@@ -1,17 +1,20 @@
 """The decoder: predicts tokens, in parallel or one by one."""
 
-from typing import NamedTuple, Never, cast
+from typing import Any, NamedTuple, Never, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._utils.aliases import refuse
+from ..ops.cross_entropy import linear_cross_entropy
 from ..states.journal import Journal
 from . import likelihood
 from .config import DecoderConfig
 from .embedding import Embedding, TiedHead, check_position, check_tokens, initialize, outputs_of, reset_parameters
 from .stacks import Stack, check_fits_in_memory
+
+LARGE = 2**27  # outputs that are 0.5 GiB in float32
 
 
 class DecoderState(NamedTuple):
@@ -88,6 +91,7 @@ class Decoder(nn.Module):
         mask: Tensor | None = None,
         segments: Tensor | None = None,
         prefix: Tensor | None = None,
+        targets: Tensor | None = None,
         record: dict | None = None,
         donate: bool = False,
         **unknown: Never,
@@ -101,6 +105,8 @@ class Decoder(nn.Module):
             segments: (B,N) int64, the sequence of each token in a packed row.
             prefix: (B,) int64, the number of first tokens that see each other, counting the start token. All outputs of
                 the prefix but the last have seen their targets, so leave them out of the loss.
+            targets: (B,N) int64. The result is then the log-probability (B,N) of each in nats, in place of the outputs,
+                of which only a part is in memory at a time if they are many.
             record: Filled as by ``Stack``.
             donate: Allow the state to be overwritten.
 
@@ -108,14 +114,15 @@ class Decoder(nn.Module):
             Outputs (B,N,likelihood.size), and the next state, None without a state.
 
         Raises:
-            ValueError: For tokens of another dtype or out of range, a position beyond the table of learned positions,
-                and arguments that the attentions do not accept.
+            ValueError: For tokens and targets of another dtype or out of range, a position beyond the table of learned
+                positions, and arguments that the attentions do not accept.
         """
         if unknown:
-            refuse("Decoder", unknown, ("tokens", "state", "mask", "segments", "prefix", "record", "donate"))
+            refuse("Decoder", unknown, ("tokens", "state", "mask", "segments", "prefix", "targets", "record", "donate"))
         check_tokens(tokens, self.start, mask, segments)
         if isinstance(state, Journal):
-            given = {"mask": mask, "segments": segments, "prefix": prefix, "record": record, "donate": donate or None}
+            given = {"mask": mask, "segments": segments, "prefix": prefix, "targets": targets, "record": record}
+            given["donate"] = donate or None
             return state.read(self, tokens, given)
         if state is not None and not isinstance(state, DecoderState):
             raise ValueError(f"state must be a DecoderState, not {type(state).__name__}")
@@ -124,4 +131,18 @@ class Decoder(nn.Module):
             check_position(position, tokens)
         x, end = self.embedding(tokens, position, mask=mask, segments=segments)
         x, layers = self.stack(x, layers, mask=mask, segments=segments, prefix=prefix, record=record, donate=donate)
-        return outputs_of(self.head, x), None if layers is None else DecoderState(end, layers)
+        found = outputs_of(self.head, x) if targets is None else self._log_prob(x, targets)
+        return found, None if layers is None else DecoderState(end, layers)
+
+    def _log_prob(self, x: Tensor, targets: Tensor) -> Tensor:
+        weight: Any = self.head.weight
+        # FSDP2 shards the weights of a layer, and gathers them when it runs.
+        plain = (
+            type(weight) in (Tensor, nn.Parameter) and not weight.is_meta and type(self.head) in (nn.Linear, TiedHead)
+        )
+        size, many = self.likelihood.size, self.likelihood.size * targets.numel() > LARGE
+        if not (many and plain and isinstance(self.likelihood, likelihood.Categorical)):
+            return self.likelihood.log_prob(outputs_of(self.head, x), targets)
+        self.likelihood.check_targets(targets, x.shape[:-1])
+        bias: Any = getattr(self.head, "bias", None)
+        return -linear_cross_entropy(x, weight[:size], targets, bias, reduction="none")

@@ -50,16 +50,18 @@ class Likelihood(ABC):
                 0 ... levels-1. The range is not checked while the call is being compiled.
         """
         outputs = self._outputs(outputs)
-        if targets.dtype != torch.int64 or targets.shape != outputs.shape[:-1]:
-            raise ValueError(
-                f"targets must be int64 {tuple(outputs.shape[:-1])}, one per row of outputs, "
-                f"not {targets.dtype} {tuple(targets.shape)}"
-            )
+        self.check_targets(targets, outputs.shape[:-1])
+        return self._log_prob(outputs, targets)
+
+    def check_targets(self, targets: Tensor, shape: tuple[int, ...]) -> None:
+        """Raise ValueError unless targets are int64 of this shape, in 0 ... levels-1."""
+        if targets.dtype != torch.int64 or targets.shape != shape:
+            came = f"{targets.dtype} {tuple(targets.shape)}"
+            raise ValueError(f"targets must be int64 {tuple(shape)}, one per row of outputs, not {came}")
         if not torch.compiler.is_compiling() and targets.numel():
             low, high = (int(end) for end in targets.aminmax())
             if low < 0 or high >= self.levels:
                 raise ValueError(f"targets must be in 0 ... {self.levels - 1}, not {low} ... {high}")
-        return self._log_prob(outputs, targets)
 
     def log_probs(self, outputs: Tensor) -> Tensor:
         """Return the log-probabilities of all levels in nats: (..., size) -> (..., levels), at least float32.

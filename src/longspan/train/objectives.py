@@ -184,8 +184,7 @@ class NextToken(Objective):
         record = self.wanted_record(self.attentions(model))
         if self.auxiliary:
             self.auxiliary.listen()
-        outputs, targets, segments = self.read(model, batch, record)
-        likelihood = model.likelihood.log_prob(outputs, targets)  # (B,N)
+        likelihood, targets, segments = self.read(model, batch, record)
         loss = self.rows.mean(-likelihood)
         if record:
             self.count(self.attentions(model), record["layers"])
@@ -197,13 +196,13 @@ class NextToken(Objective):
         return Loss(weighed.total, weighed.parts | more)
 
     def read(self, model: Decoder, batch: Any, record: dict | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Run the model on a batch: outputs (B, N, size), targets (B, N), and their documents (None: one).
+        """Run the model on a batch: log-probabilities of targets, both (B, N), and their documents (None: one).
 
         N is the length of this process's part of the rows.
         """
         inputs, targets = self.rows.part(model.shift(batch)), self.rows.part(batch)
         with self.rows.shared(model):
-            return model(inputs, record=record)[0], targets, None
+            return model(inputs, targets=targets, record=record)[0], targets, None
 
     def update(self, model: Decoder) -> None:
         super().update(model)
@@ -240,10 +239,10 @@ class Segments(NextToken):
 
     def read(self, model: Decoder, batch: Any, record: dict | None) -> tuple[Tensor, Tensor, Tensor | None]:
         stretch, part = Stretch(*batch), self.rows.part
-        segments = None if stretch.segments is None else part(stretch.segments)
+        segments, targets = None if stretch.segments is None else part(stretch.segments), part(stretch.targets)
         with self.rows.shared(model):
-            outputs = model(part(stretch.inputs), segments=segments, record=record)[0]
-        return outputs, part(stretch.targets), segments
+            likelihood = model(part(stretch.inputs), segments=segments, targets=targets, record=record)[0]
+        return likelihood, targets, segments
 
     def sums(self, model: Decoder, split: str, rank: int = 0, world: int = 1) -> Tensor:
         data = self.dataset
@@ -283,10 +282,11 @@ class Streams(NextToken):
                 self.carry.restore(self.saved, *_place())
                 self.saved = []
         state = self.carry.begin(stretch.fresh)
-        outputs, state = model(stretch.inputs, state, segments=stretch.segments, record=record)
+        given = {"segments": stretch.segments, "targets": stretch.targets, "record": record}
+        likelihood, state = model(stretch.inputs, state, **given)
         assert state is not None
         self.carry.end(state)
-        return outputs, stretch.targets, stretch.segments
+        return likelihood, stretch.targets, stretch.segments
 
     def skip(self, model: Any) -> None:
         super().skip(model)

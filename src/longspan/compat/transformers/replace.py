@@ -4,6 +4,7 @@ import functools
 import importlib
 import inspect
 import sys
+import types
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from . import convolution, packing, undoing
+from . import lazy_logits as lazy
 from .counting import counted
 from .models import ATTRIBUTES, MODELS, UNSERVED, UNSERVED_LAYERS, Layer, Model, Ours
 from .record import Replaced, replaced, untouched, version
@@ -20,7 +22,7 @@ from .report import Status, status
 UNDOES = (5, 24)  # the first version of transformers whose caches can undo tokens with our recurrences
 
 
-def accelerate(model: nn.Module | None = None) -> Status:
+def accelerate(model: nn.Module | None = None, *, lazy_logits: bool = False) -> Status:
     """Run the recurrent layers of transformers on longspan's CPU kernels.
 
     It applies to all models of the supported types in this process, until ``restore()``. A second call adds types that
@@ -30,17 +32,23 @@ def accelerate(model: nn.Module | None = None) -> Status:
         model: replace the functions of this model's types only; None means all supported types, for models loaded
             before or after the call. Before transformers 5.15, pass a model that is loaded already, because its layers
             keep their functions.
+        lazy_logits: In training, compute the logits of ``model``, a causal language model, only if they are read, and
+            its loss from a part of them at a time (``longspan.linear_cross_entropy``). This saves most of the memory of
+            a step of a model with a large vocabulary. It works on any device.
 
     Returns:
         ``status()``.
 
     Raises:
         ImportError: transformers is not installed.
-        ValueError: transformers is older than 5.5 or newer than 5.24, or ``model`` is not an ``nn.Module``.
+        ValueError: transformers is older than 5.5 or newer than 5.24, ``model`` is not an ``nn.Module``, or its logits
+            cannot be lazy.
     """
     version()
     if model is not None and not isinstance(model, nn.Module):
         raise ValueError(f"accelerate takes a model, or None for all model types, not {type(model).__name__}")
+    if lazy_logits:
+        _lazy_logits(model)
     if model is None:
         untouched.update(UNSERVED | UNSERVED_LAYERS)
     for module in _modules(model):
@@ -55,6 +63,20 @@ def accelerate(model: nn.Module | None = None) -> Status:
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         untouched[kind] = UNSERVED.get(kind, "it has no recurrent layer that longspan knows")
     return status()
+
+
+def _lazy_logits(model: nn.Module | None) -> None:
+    if model is None:
+        raise ValueError("lazy_logits=True needs a model")
+    # A model with adapters of peft holds the one that computes the loss.
+    whole: Any = getattr(model, "get_base_model", lambda: model)()
+    if isinstance(whole.__dict__.get("_loss_function"), functools.partial):
+        return
+    if reason := lazy.why_not(whole):
+        raise ValueError(f"the logits of {type(whole).__name__} cannot be lazy: {reason}")
+    head, usual, kind = lazy.output_layer(whole), whole.loss_function, _model(type(whole).__module__)
+    _put(Replaced(kind, "lm_head.forward", head, "forward", head.forward), types.MethodType(lazy.forward, head))
+    _put(Replaced(kind, "loss_function", whole, "_loss_function", usual), functools.partial(lazy.loss, usual))
 
 
 def restore() -> None:
@@ -219,13 +241,13 @@ def _put(one: Replaced, new: Any) -> None:
     if hasattr(_function(one.original), "__longspan__"):
         return
     _function(new).__longspan__ = True
-    one.put, one.inherited = new, inspect.isclass(one.owner) and one.attribute not in one.owner.__dict__
+    one.put, one.inherited = new, one.attribute not in one.owner.__dict__
     setattr(one.owner, one.attribute, new)
     replaced.append(one)
 
 
 def _function(put: Any) -> Any:
-    return put.fget if isinstance(put, property) else put
+    return put.fget if isinstance(put, property) else getattr(put, "__func__", put)
 
 
 def _dispatch(one: Replaced, ours: Ours) -> Callable:

@@ -1,0 +1,239 @@
+"""The cross-entropy of a linear map, a few rows of logits at a time."""
+
+from collections.abc import Iterator
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .arguments import describe
+
+CHUNK = 2**24  # logits that are in memory at a time: 64 MiB in float32
+
+
+class _Options(NamedTuple):
+    reduction: str
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    softcap: float | None
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    reduction: Literal["mean", "sum", "none"] = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    softcap: float | None = None,
+) -> Tensor:
+    r"""``F.cross_entropy(F.linear(hidden, weight, bias), target)``, without all logits in memory.
+
+    It computes 2**24 logits at a time, so that memory does not grow with N: with 248,320 tokens 64 MiB, where all
+    logits of 512 positions and their gradient take 1 GiB. Ignored positions take no time. With ``mean`` and ``sum`` the
+    gradients are computed in the forward pass, and are there for one backward pass; with ``none`` the backward pass
+    computes the logits again.
+
+    With $z = \operatorname{cap} \tanh((W h + b) / \operatorname{cap})$, or $z = W h + b$ without a cap, and
+    $l = \log \sum_v e^{z_v}$, the loss of a position is
+
+    $$
+    (1 - s) (l - z_t) + \frac{s}{V} \sum_v (l - z_v) + \zeta l^2.
+    $$
+
+    Args:
+        hidden: (..., D), float32, float64, float16 or bfloat16.
+        weight: (V,D), of the same dtype, for example that of an output layer or of a token embedding.
+        target: (...) int64, 0 to V-1 or ``ignore_index``.
+        bias: (V,), of the same dtype.
+        reduction: ``mean`` over the positions that are not ignored (NaN if there are none), ``sum``, or ``none``.
+        ignore_index: The target of positions without a loss and without a gradient.
+        label_smoothing: $s$, from 0 to 1, as in ``F.cross_entropy``.
+        z_loss: $\zeta$, at least 0, which keeps the logits near 0.
+        softcap: The cap of the logits, above 0; None: no cap.
+
+    Returns:
+        The loss in float32, or float64 for float64 operands: (), or (...) with ``none``; there ignored positions are 0.
+
+    Raises:
+        ValueError: For shapes, dtypes and devices that do not fit, targets out of range, and options out of range. The
+            range of targets is checked on a CPU, and not while the call is being compiled.
+
+    References:
+        Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models (2411.09009); Chowdhery et al. 2022
+        (2204.02311), section 5, for the z-loss.
+
+    Example:
+        >>> import torch, longspan
+        >>> hidden, weight = torch.randn(5, 8), torch.randn(1000, 8)
+        >>> loss = longspan.linear_cross_entropy(hidden, weight, torch.tensor([3, 1, 4, 1, -100]))
+    """
+    options = _Options(reduction, ignore_index, label_smoothing, z_loss, softcap)
+    _check(hidden, weight, target, bias, options)
+    kind = hidden.device.type
+    if torch.is_autocast_enabled(kind):
+        # As F.linear does.
+        low = torch.get_autocast_dtype(kind)
+        hidden, weight = hidden.to(low), weight.to(low)
+        bias = None if bias is None else bias.to(low)
+    rows, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
+    real = None
+    if not torch.compiler.is_compiling() and bool((found := labels != ignore_index).logical_not().any()):
+        real, rows, labels = found, rows[found], labels[found]
+    with torch.autocast(kind, enabled=False):
+        loss = _Loss.apply(rows, weight, bias, labels, options)
+    if reduction != "none":
+        return loss
+    if real is not None:
+        loss = loss.new_zeros(len(real)).masked_scatter(real, loss)
+    return loss.view(target.shape)
+
+
+def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: _Options) -> None:
+    if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or hidden.ndim < 1:
+        raise ValueError(f"hidden must be a floating-point (..., D), not {describe(hidden)}")
+    size = hidden.shape[-1]
+    if not isinstance(weight, Tensor) or weight.dtype != hidden.dtype or weight.ndim != 2 or weight.shape[1] != size:
+        raise ValueError(f"weight must be {hidden.dtype} (V, {size}), not {describe(weight)}")
+    levels = len(weight)
+    if bias is not None and (bias.dtype != weight.dtype or bias.shape != (levels,)):
+        raise ValueError(f"bias must be {weight.dtype} ({levels},), not {describe(bias)}")
+    if not isinstance(target, Tensor) or target.dtype != torch.int64 or target.shape != hidden.shape[:-1]:
+        raise ValueError(f"target must be int64 {tuple(hidden.shape[:-1])}, one per position, not {describe(target)}")
+    devices = {str(t.device) for t in (hidden, weight, target, bias) if t is not None}
+    if len(devices) > 1:
+        raise ValueError(
+            f"hidden, weight, target and bias must be on one device, not on {' and '.join(sorted(devices))}"
+        )
+    if options.reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={options.reduction!r} must be mean, sum or none")
+    if not 0 <= options.label_smoothing <= 1:
+        raise ValueError(f"label_smoothing={options.label_smoothing} must be from 0 to 1")
+    if not options.z_loss >= 0:
+        raise ValueError(f"z_loss={options.z_loss} must be at least 0")
+    if options.softcap is not None and not options.softcap > 0:
+        raise ValueError(f"softcap={options.softcap} must be above 0, or None")
+    if target.is_cpu and not torch.compiler.is_compiling() and target.numel():
+        found = target[target != options.ignore_index]
+        low, high = (int(t) for t in found.aminmax()) if found.numel() else (0, 0)
+        if low < 0 or high >= levels:
+            raise ValueError(
+                f"target ranges from {low} to {high}; it must be 0 to {levels - 1}, or {options.ignore_index} where "
+                "there is no loss"
+            )
+
+
+def _chunks(rows: int, levels: int) -> Iterator[slice]:
+    step = max(1, CHUNK // max(levels, 1))
+    return (slice(start, start + step) for start in range(0, rows, step))
+
+
+class _Terms(NamedTuple):
+    loss: Tensor  # (R,), 0 where ignored
+    logits: Tensor  # (R,V)
+    total: Tensor  # (R,1), the logarithm of the sum of e^logits
+    bent: Tensor | None  # (R,V), the tanh of the cap
+    target: Tensor  # (R,1), 0 where ignored
+    real: Tensor  # (R,1) bool
+
+    def gradient(self, factor: Tensor, options: _Options) -> Tensor:
+        """Return the gradient (R,V) of the sum of factor (R,1) or () times loss. It overwrites the logits."""
+        smooth = options.label_smoothing
+        slope = self.logits.sub_(self.total).exp_()
+        if options.z_loss:
+            slope *= 1 + 2 * options.z_loss * self.total
+        if smooth:
+            slope -= smooth / slope.shape[1]
+        slope.scatter_add_(1, self.target, slope.new_full((), smooth - 1).expand(self.target.shape))
+        # An ignored position may hold NaN.
+        slope = torch.where(self.real, slope.mul_(factor), 0.0)
+        return slope if self.bent is None else slope.mul_(self.bent.square_().neg_().add_(1))
+
+
+def _terms(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: _Options) -> _Terms:
+    logits = torch.nn.functional.linear(hidden, weight, bias)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    bent = None
+    if options.softcap is not None:
+        bent = logits.div_(options.softcap).tanh_()
+        logits = bent * options.softcap
+    real = (target != options.ignore_index)[:, None]
+    target = torch.where(real, target[:, None], 0)
+    total = logits.logsumexp(1, keepdim=True)
+    loss = total - (1 - options.label_smoothing) * logits.gather(1, target)
+    if options.label_smoothing:
+        loss = loss - options.label_smoothing * logits.mean(1, keepdim=True)
+    if options.z_loss:
+        loss = loss + options.z_loss * total.square()
+    return _Terms(torch.where(real, loss, 0.0)[:, 0], logits, total, bent, target, real)
+
+
+class _Gradients:
+    """The gradients of hidden, weight and bias that are needed, summed over chunks of rows."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Any):
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        self.hidden = torch.empty_like(hidden) if needed[0] else None
+        self.weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
+        self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
+
+    def add(self, part: slice, slope: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """Add those of a chunk, from the gradient of its logits."""
+        if self.bias is not None:
+            self.bias += slope.sum(0)
+        slope = slope.to(weight.dtype)
+        if self.hidden is not None:
+            torch.mm(slope, weight, out=self.hidden[part])
+        if self.weight is not None:
+            if self.weight.dtype == weight.dtype:
+                self.weight.addmm_(slope.t(), hidden[part])
+            else:
+                self.weight += slope.t() @ hidden[part]
+
+    def all(self, like: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        weight, bias = (None if t is None else t.to(like.dtype) for t in (self.weight, self.bias))
+        return self.hidden, weight, bias
+
+
+class _Loss(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: _Options
+    ) -> Tensor:
+        ctx.options, whole = options, options.reduction == "none"
+        loss = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        # Of one number, the gradients need no second look at the logits.
+        grows = any(ctx.needs_input_grad[:3]) and not whole
+        found = _Gradients(hidden, weight, bias, ctx.needs_input_grad) if grows else None
+        count = (target != options.ignore_index).sum().to(loss.dtype)
+        factor = count.reciprocal() if options.reduction == "mean" else torch.ones_like(count)
+        for part in _chunks(len(hidden), len(weight)):
+            terms = _terms(hidden[part], weight, bias, target[part], options)
+            loss[part] = terms.loss
+            if found:
+                found.add(part, terms.gradient(factor, options), hidden, weight)
+        ctx.reduced = not whole
+        if found:
+            ctx.save_for_backward(*found.all(weight))
+        else:
+            ctx.save_for_backward(hidden, weight, bias, target)
+        return loss if whole else loss.sum() * factor
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.reduced:
+            # In place: the gradient of a large output layer should be there once.
+            scaled = torch.mul if torch.compiler.is_compiling() else Tensor.mul_
+            return *(None if t is None else scaled(t, grad.to(t.dtype)) for t in ctx.saved_tensors), None, None
+        hidden, weight, bias, target = ctx.saved_tensors
+        found = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
+        for part in _chunks(len(hidden), len(weight)):
+            terms = _terms(hidden[part], weight, bias, target[part], ctx.options)
+            found.add(part, terms.gradient(grad[part, None], ctx.options), hidden, weight)
+        return *found.all(weight), None, None

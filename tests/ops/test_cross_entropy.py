@@ -1,0 +1,190 @@
+"""The cross-entropy of a linear map against that of all its logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import longspan
+from longspan.ops import cross_entropy
+
+ROWS, LEVELS, DIM = 23, 41, 6
+OPTIONS = {
+    "plain": {},
+    "sum": {"reduction": "sum"},
+    "none": {"reduction": "none"},
+    "smoothed": {"label_smoothing": 0.1, "reduction": "none"},
+    "z": {"z_loss": 0.3},
+    "capped": {"softcap": 1.5},
+    "all": {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 2.0, "ignore_index": 3},
+    "all, none": {"label_smoothing": 0.2, "z_loss": 0.1, "softcap": 2.0, "reduction": "none"},
+}
+
+
+@pytest.fixture(autouse=True)
+def _several_chunks(monkeypatch):
+    monkeypatch.setattr(cross_entropy, "CHUNK", 4 * LEVELS)
+
+
+def operands(dtype=torch.float64, *, bias=True, ignored=0.3):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, offset = (torch.randn(*s, generator=generator) for s in ((ROWS, DIM), (LEVELS, DIM), (LEVELS,)))
+    target = torch.randint(LEVELS, (ROWS,), generator=generator)
+    target[torch.rand(ROWS, generator=generator) < ignored] = -100
+    leaves = [t.to(dtype).requires_grad_() for t in (hidden, weight, *([offset] if bias else []))]
+    return leaves, target
+
+
+def whole(
+    hidden, weight, bias, target, *, reduction="mean", ignore_index=-100, label_smoothing=0.0, z_loss=0.0, softcap=None
+):
+    """The definition, from all logits."""
+    logits = F.linear(hidden, weight, bias)
+    logits = logits if softcap is None else softcap * (logits / softcap).tanh()
+    given = {"ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    loss = F.cross_entropy(logits, target, reduction="none", **given)
+    loss = loss + torch.where(target == ignore_index, 0.0, z_loss * logits.logsumexp(-1).square())
+    return {"none": loss, "sum": loss.sum(), "mean": loss.sum() / (target != ignore_index).sum()}[reduction]
+
+
+def compare(options, leaves, target, **tolerance):
+    bias = leaves[2] if len(leaves) > 2 else None
+    found = longspan.linear_cross_entropy(*leaves[:2], target, bias, **options)
+    expected = whole(*leaves[:2], bias, target, **options)
+    upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=expected.dtype)
+    pairs = [(found, expected)]
+    pairs += zip(*(torch.autograd.grad(loss, leaves, upstream.to(loss)) for loss in (found, expected)), strict=True)
+    for a, b in pairs:
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+def test_it_equals_the_loss_of_all_logits(options):
+    leaves, target = operands()
+    target[target == -100] = options.get("ignore_index", -100)
+    compare(options, leaves, target, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_without_a_bias_and_without_ignored_positions(reduction):
+    leaves, target = operands(bias=False, ignored=0.0)
+    compare({"reduction": reduction}, leaves, target, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_narrow_types_are_summed_in_float32(dtype, reduction):
+    leaves, target = operands(dtype)
+    loss = longspan.linear_cross_entropy(*leaves[:2], target, leaves[2], reduction=reduction)
+    assert loss.dtype == torch.float32
+    found = torch.autograd.grad(loss.sum(), leaves)
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    expected = whole(*exact, target, reduction=reduction)
+    limit = 16 * torch.finfo(dtype).eps
+    assert (loss - expected).norm() <= limit * expected.norm()
+    for a, b in zip(found, torch.autograd.grad(expected.sum(), exact), strict=True):
+        assert a.dtype == dtype
+        assert (a - b).norm() <= limit * b.norm()
+
+
+def test_it_never_holds_the_logits():
+    leaves, target = operands(bias=False, ignored=0.0)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max([largest, *(t.numel() for t in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(t))])
+            return out
+
+    for reduction in ("mean", "none"):
+        with Watch():
+            longspan.linear_cross_entropy(*leaves, target, reduction=reduction).sum().backward()
+    assert largest == LEVELS * DIM < ROWS * LEVELS
+
+
+def test_the_gradient_of_the_output_layer_is_there_once():
+    (hidden, weight), target = operands(bias=False)
+    loss = longspan.linear_cross_entropy(hidden, weight, target)
+    (kept,) = (t for t in loss.grad_fn.saved_tensors if t is not None and t.shape == weight.shape)
+    address = kept.data_ptr()
+    del kept
+    (loss / 2).backward()
+    assert weight.grad.data_ptr() == address
+
+
+def test_ignored_positions_may_hold_nan():
+    leaves, target = operands()
+    expected = torch.autograd.grad(longspan.linear_cross_entropy(*leaves[:2], target, leaves[2]), leaves)
+    dirty = leaves[0].detach().clone()
+    dirty[target == -100] = float("nan")
+    given = [dirty.requires_grad_(), *leaves[1:]]
+    found = torch.autograd.grad(longspan.linear_cross_entropy(*given[:2], target, given[2]), given)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_positions_may_have_any_shape_and_strides():
+    leaves, target = operands(bias=False)
+    hidden = leaves[0][:20].detach().view(4, 5, DIM).transpose(0, 1)
+    labels = target[:20].view(4, 5).t()
+    found = longspan.linear_cross_entropy(hidden, leaves[1], labels, reduction="none")
+    expected = longspan.linear_cross_entropy(leaves[0][:20], leaves[1], target[:20], reduction="none")
+    assert torch.equal(found.t().reshape(-1), expected)
+
+
+def test_nothing_to_predict():
+    leaves, target = operands(ignored=1.1)
+    assert longspan.linear_cross_entropy(*leaves[:2], target).isnan()
+    assert longspan.linear_cross_entropy(*leaves[:2], target, reduction="sum") == 0
+    assert longspan.linear_cross_entropy(leaves[0][:0], leaves[1], target[:0], reduction="none").shape == (0,)
+
+
+def test_autocast_narrows_the_operands():
+    leaves, target = operands(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = longspan.linear_cross_entropy(*leaves[:2], target, leaves[2])
+    narrow = [t.detach().bfloat16() for t in leaves]
+    assert torch.equal(loss, longspan.linear_cross_entropy(*narrow[:2], target, narrow[2]))
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(loss, leaves))
+
+
+@pytest.mark.inductor
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_it_compiles_in_one_graph():
+    leaves, target = operands(torch.float32)
+    compiled = torch.compile(longspan.linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    for options in ({}, {"reduction": "none"}):
+        found, expected = (
+            f(*leaves[:2], target, leaves[2], **options) for f in (compiled, longspan.linear_cross_entropy)
+        )
+        torch.testing.assert_close(found, expected)
+        pairs = zip(*(torch.autograd.grad(loss.sum(), leaves) for loss in (found, expected)), strict=True)
+        for a, b in pairs:
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"hidden": torch.zeros(2, 6, dtype=torch.int64)},
+            r"hidden must be a floating-point \(\.\.\., D\), not torch.int64",
+        ),
+        ({"weight": torch.zeros(41, 5)}, r"weight must be torch.float32 \(V, 6\), not torch.float32 \(41, 5\)"),
+        ({"weight": torch.zeros(41, 6).double()}, "weight must be torch.float32"),
+        ({"bias": torch.zeros(40)}, r"bias must be torch.float32 \(41,\), not torch.float32 \(40,\)"),
+        ({"target": torch.zeros(3).long()}, r"target must be int64 \(2,\), one per position, not torch.int64 \(3,\)"),
+        ({"target": torch.tensor([0, 41])}, "target ranges from 0 to 41; it must be 0 to 40, or -100"),
+        ({"target": torch.tensor([0, -1])}, "target ranges from -1 to 0"),
+        ({"target": torch.zeros(2).long().to("meta")}, "must be on one device, not on cpu and meta"),
+        ({"reduction": "avg"}, "reduction='avg' must be mean, sum or none"),
+        ({"label_smoothing": 1.5}, "label_smoothing=1.5 must be from 0 to 1"),
+        ({"z_loss": float("nan")}, "z_loss=nan must be at least 0"),
+        ({"softcap": 0.0}, "softcap=0.0 must be above 0, or None"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    given = {"hidden": torch.zeros(2, 6), "weight": torch.zeros(41, 6), "target": torch.zeros(2).long()} | change
+    with pytest.raises(ValueError, match=message):
+        longspan.linear_cross_entropy(**given)
