@@ -27,6 +27,7 @@ parser.add_argument("--out", default="runs/lora", help="folder for checkpoints a
 parser.add_argument("--steps", type=int, default=20, help="training steps, those of a resumed run included")
 parser.add_argument("--rows", type=int, default=8, help="paragraphs packed into one row")
 parser.add_argument("--width", type=int, default=64, help="hidden size of that model, a multiple of 64")
+parser.add_argument("--vocabulary", type=int, default=256, help="tokens of that model, of which the text has 256")
 parser.add_argument("--stock", action="store_true", help="train with transformers' own code")
 parser.add_argument("--rank", type=int, default=8, help="rank of the adapter")
 args = parser.parse_args()
@@ -46,7 +47,7 @@ else:
     width = args.width
     model = Qwen3_5ForCausalLM(
         Qwen3_5TextConfig(
-            vocab_size=256,
+            vocab_size=args.vocabulary,
             hidden_size=width,
             intermediate_size=width * 3,
             num_hidden_layers=4,
