@@ -75,7 +75,7 @@ def test_the_client_of_openai_understands_the_answers(running):
         client.completions.create(model="tiny", prompt="ab", max_tokens=0)
     with pytest.raises(openai.NotFoundError, match="not served here"):
         client.completions.create(model="other", prompt="ab")
-    with pytest.raises(openai.NotFoundError, match="no chat template"):
+    with pytest.raises(openai.BadRequestError, match="no chat template"):
         client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}])
 
 

@@ -9,6 +9,7 @@ from .._utils.optional_deps import need
 from .._utils.typecheck import format_value
 from ..data import tokenization
 from .adapters import why_not_type
+from .chat import Template
 from .text import Bytes
 from .tokenized import Tokenized
 
@@ -69,7 +70,7 @@ def load(source: str, stop: str = "") -> tuple[Any, Tokenized | Bytes | None]:
             model = AutoModelForCausalLM.from_pretrained(source)
         accelerate(model)
     found = ends(content, stop, _numbers(model.generation_config, config))
-    return model.eval(), Tokenized(content, ends=found, special=True)
+    return model.eval(), Tokenized(content, ends=found, special=True, template=Template.of(folder))
 
 
 def ends(tokenizer: str, stop: str, named: Iterable[int] = ()) -> list[int]:
@@ -98,7 +99,10 @@ def _of_longspan(folder: Path, stop: str) -> tuple[Any, Tokenized | Bytes | None
     model = LongspanForCausalLM.from_pretrained(folder).eval()
     vocab = model.config.vocab_size
     if content := _tokenizer(folder):
-        return model, Tokenized(content, ends=[end for end in ends(content, stop) if end < vocab])
+        found = [end for end in ends(content, stop) if end < vocab]
+        # The tokens of a template are special ones, which a text may name.
+        template = Template.of(folder)
+        return model, Tokenized(content, ends=found, special=template is not None, template=template)
     if stop:
         raise ValueError(f"--stop {stop!r} requires a model with a tokenizer; {folder} has no {TOKENIZER}")
     data = (model.config.run or {}).get("data", "").partition(":")[0]

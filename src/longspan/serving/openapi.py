@@ -4,6 +4,7 @@ from collections.abc import Callable
 from importlib.metadata import version
 from typing import Any, TypeVar
 
+from .chat import chat_fields
 from .requests import edit_fields, fields, rewind_fields, session_fields
 
 JSON = dict[str, Any]
@@ -37,6 +38,7 @@ def document(server: Any, free: tuple[str, ...]) -> JSON:
     completion = fields(
         model=server.name, text=server.codec is not None, vocab=server.pool.vocab, max_tokens=server.limits.tokens
     )
+    kind = "Text" if server.codec is not None else "Token"
     facts: JSON = {"model": server.name, "text": server.codec is not None, "vocab": server.pool.vocab}
     bodies = {
         "Completion": completion,
@@ -45,7 +47,7 @@ def document(server: Any, free: tuple[str, ...]) -> JSON:
         "Edit": edit_fields(**facts),
     }
     paths: dict[str, JSON] = {
-        "/v1/completions": {"post": _completions(server.codec is not None)},
+        "/v1/completions": {"post": _posted("Continue prompts.", f"{kind}Completion", f"{kind}Event", "Completion")},
         "/v1/models": {"get": operation("List the model.", {"200": content(ref("Models"))}, "401")},
         "/healthz": {"get": operation("Whether the process answers.", {"200": content(ref("Status"))})},
         "/readyz": {
@@ -65,6 +67,9 @@ def document(server: Any, free: tuple[str, ...]) -> JSON:
             "get": operation("This description.", {"200": content({"type": "object"})}, "401"),
         },
     }
+    if server.template is not None:
+        bodies["Chat"] = chat_fields(model=server.name, vocab=server.pool.vocab, max_tokens=server.limits.tokens)
+        paths["/v1/chat/completions"] = {"post": _posted("Answer a chat.", "ChatCompletion", "ChatEvent", "Chat")}
     for route in server.routes:
         if added := getattr(route.endpoint, "openapi", None):
             paths.setdefault(route.path, {}).update(added)
@@ -126,15 +131,15 @@ def operation(
     return found
 
 
-def _completions(text: bool) -> JSON:
-    whole = content(ref("TextCompletion") if text else ref("TokenCompletion"), "the completions, or their events")
-    event = ref("TextEvent") if text else ref("TokenEvent")
-    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": event}
+def _posted(summary: str, answer: str, event: str, body: str) -> JSON:
+    """The operation that draws tokens: the schemas of its answer, of an event of its stream, and of its body."""
+    whole = content(ref(answer), "the completions, or their events")
+    data = {"type": "string", "contentMediaType": "application/json", "contentSchema": ref(event)}
     whole["content"]["text/event-stream"] = {
         "schema": _object({"data": {"anyOf": [{"const": "[DONE]"}, data]}}),
     }
     statuses = ("400", "401", "404", "408", "409", "413", "415", "429", "500", "503", "507")
-    return operation("Continue prompts.", {"200": whole}, *statuses, body=ref("Completion"))
+    return operation(summary, {"200": whole}, *statuses, body=ref(body))
 
 
 def _body(properties: dict[str, JSON]) -> JSON:
@@ -145,10 +150,10 @@ def _object(required: dict[str, JSON], **options: JSON) -> JSON:
     return {"type": "object", "properties": {**required, **options}, "required": list(required)}
 
 
-def _response(choice: JSON, usage: bool = True) -> JSON:
+def _response(choice: JSON, usage: bool = True, kind: str = "text_completion") -> JSON:
     required: dict[str, JSON] = {
         "id": {"type": "string"},
-        "object": {"const": "text_completion"},
+        "object": {"const": kind},
         "created": {"type": "integer"},
         "model": {"type": "string"},
         "choices": {"type": "array", "items": choice},
@@ -156,10 +161,10 @@ def _response(choice: JSON, usage: bool = True) -> JSON:
     return _object({**required, "usage": ref("Usage")}) if usage else _object(required, usage=ref("Usage"))
 
 
-def _event(choice: dict[str, JSON]) -> JSON:
+def _event(choice: dict[str, JSON], kind: str = "text_completion") -> JSON:
     """An event: a piece of one choice, the usage, or an error."""
     piece = _object({**choice, "finish_reason": {"enum": [None, *choice["finish_reason"]["enum"]]}})
-    return {"anyOf": [_response(piece, usage=False), ref("Error")]}
+    return {"anyOf": [_response(piece, usage=False, kind=kind), ref("Error")]}
 
 
 _COUNT: JSON = {"type": "integer", "minimum": 0}
@@ -183,6 +188,29 @@ _CHOICE: dict[str, JSON] = {
     "logprobs": _LOGPROBS,
 }
 _TOKENS: dict[str, JSON] = {**_CHOICE, "tokens": {"type": "array", "items": _COUNT}}
+_TEXTS: dict[str, JSON] = {"role": {"const": "assistant"}, "reasoning_content": {"type": "string"}}
+_TOKEN: dict[str, JSON] = {
+    "token": {"type": "string"},
+    "logprob": {"type": "number"},
+    "bytes": {"type": "array", "items": _COUNT},
+}
+_ANSWER: dict[str, JSON] = {
+    "index": _COUNT,
+    "finish_reason": _CHOICE["finish_reason"],
+    "logprobs": {
+        "oneOf": [
+            {"type": "null"},
+            _object(
+                {
+                    "content": {
+                        "type": "array",
+                        "items": _object({**_TOKEN, "top_logprobs": {"type": "array", "items": _object(_TOKEN)}}),
+                    }
+                }
+            ),
+        ]
+    },
+}
 _SESSION: dict[str, JSON] = {
     "id": {"type": "string"},
     "object": {"const": "session"},
@@ -193,6 +221,12 @@ _SESSION: dict[str, JSON] = {
     "fork_from": {"type": ["string", "null"]},
 }
 _SCHEMAS: dict[str, JSON] = {
+    "ChatCompletion": _response(
+        _object({**_ANSWER, "message": _object({"content": {"type": "string"}}, **_TEXTS)}), kind="chat.completion"
+    ),
+    "ChatEvent": _event(
+        {**_ANSWER, "delta": _object({}, **_TEXTS, content={"type": "string"})}, kind="chat.completion.chunk"
+    ),
     "Error": _object(
         {
             "error": _object(

@@ -1,5 +1,6 @@
 """A pool of slots: each decode step advances all live streams, which come and go between steps."""
 
+import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, cast
@@ -154,6 +155,16 @@ class Pool:
         """Whether there is nothing to do."""
         return not self.rows and self._reader.idle
 
+    def room(self, tokens: int) -> float:
+        """Return how many tokens can be drawn after this many; infinite if nothing limits them."""
+        read = tokens + (self.model.start is not None) - 1
+        return min((limit - read for limit, _ in self._places()), default=math.inf)
+
+    def _places(self) -> list[tuple[int, str]]:
+        """Return the limits of the tokens of a stream, with their names."""
+        found = [(self.capacity if self._rows.fixed else 0, "capacity"), (self._rows.table, "the table of positions")]
+        return [(limit, what) for limit, what in found if limit]
+
     def submit(
         self,
         prompt: Sequence[int] | Tensor = (),
@@ -228,11 +239,8 @@ class Pool:
             raise ValueError(f"history has {len(known) - len(start)} tokens, but {came}")
         # Limits of positions and of KV caches. A start token takes a place; the last token drawn is never read.
         needed = before + len(given) + max_new_tokens + (len(start) if state is None else 0) - 1
-        for limit, what in (
-            (self.capacity if self._rows.fixed else 0, "capacity"),
-            (self._rows.table, "the table of positions"),
-        ):
-            if limit and needed > limit:
+        for limit, what in self._places():
+            if needed > limit:
                 raise ValueError(
                     f"{len(given)} tokens of prompt and {max_new_tokens} new ones need {needed} places, but {what} has "
                     f"{limit}"

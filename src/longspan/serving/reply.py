@@ -124,13 +124,15 @@ class Reply:
         began: When the request arrived, by ``time.monotonic``.
     """
 
+    kind = event_kind = "text_completion"
+
     def __init__(self, service: Service, body: Completion, turn: Turn | None, began: float):
         self.service, self.body, self.turn, self.began = service, body, turn, began
         self.choices: list[Choice] = []
         self._waits = True  # whether no token has arrived
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
-            "object": "text_completion",
+            "object": self.event_kind if body.stream else self.kind,
             "created": int(time.time()),
             "model": service.name,
         }
@@ -156,11 +158,14 @@ class Reply:
             for i, prompt in enumerate(body.prompts):
                 queues: dict[int, asyncio.Queue] = {}
                 start: dict[str, Any] = {"prompt": prompt} if self.turn is None else self.turn.options()
+                most = body.max_tokens
+                if body.fits:
+                    most = int(max(1, min(most, pool.room(len(start["prompt"]) + len(start.get("history") or ())))))
                 streams = pool.submit(
                     **start,
-                    max_new_tokens=body.max_tokens,
+                    max_new_tokens=most,
                     sampling=body.samplings(i),
-                    stop=codec.ends if codec else (),
+                    stop=body.ends or (codec.ends if codec else ()),
                     top=body.logprobs or 0,
                     score_prompt=body.scores,
                     draft=body.draft,
@@ -199,9 +204,9 @@ class Reply:
                 if choice.seen:
                     self._observe()
                 pieces.append(piece)
-            return _join(pieces)
+            return self._shown(choice, _join(pieces), event=False)
 
-        choices = list(await asyncio.gather(*map(read, self.choices)))
+        choices = await asyncio.gather(*map(read, self.choices))
         if error := next((choice.error for choice in self.choices if choice.error is not None), None):
             raise error
         return {**self._head, "choices": choices, "usage": self._usage()}
@@ -228,11 +233,17 @@ class Reply:
         if choice.error is not None and piece["finish_reason"] is not None:
             # The text that was held back, since a stop string may begin in it, comes before the error.
             held = piece["text"] and choice.seen
-            text = _event({**self._head, "choices": [{**piece, "finish_reason": None}]}) if held else b""
+            shown = self._shown(choice, {**piece, "finish_reason": None}, event=True) if held else None
+            text = _event({**self._head, "choices": [shown]}) if shown else b""
             return text + _event({"error": error_body(choice.error)})
         if piece["text"] or piece.get("tokens") or piece["finish_reason"] or self.body.logprobs is not None:
-            return _event({**self._head, "choices": [piece]})
+            shown = self._shown(choice, piece, event=True)
+            return _event({**self._head, "choices": [shown]}) if shown else b""
         return b""
+
+    def _shown(self, choice: Choice, piece: dict[str, Any], event: bool) -> dict[str, Any] | None:
+        """Return a piece of a choice as the client receives it: the piece of an event, or the whole choice."""
+        return piece
 
     def _observe(self) -> None:
         """Record the time to the first token."""

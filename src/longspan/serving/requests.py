@@ -206,6 +206,23 @@ class Completion:
     draft: Literal["prompt-lookup"] | None = None
     """how tokens are drafted"""
 
+    ends: tuple[int, ...] = ()
+    """tokens that end the completion, where they are not those of the model's text"""
+
+    ends_turns: bool = False
+    """whether ``later`` begins with what ends the answer before it"""
+
+    fits: bool = False
+    """whether fewer tokens are drawn where a stream has no room for max_tokens"""
+
+    def after(self, tokens: Sequence[int]) -> list[int]:
+        """Return the prompt after the tokens of a session."""
+        if not tokens:
+            return self.prompts[0]
+        # The answer may have ended with the token that ends it.
+        ended = self.ends_turns and self.later[:1] == (tokens[-1],)
+        return list(self.later[1:] if ended else self.later)
+
     @property
     def scores(self) -> bool:
         """Whether the log-probabilities of the prompts are computed."""
@@ -237,23 +254,23 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, max_tokens: int
         RequestError: For an unknown field, and values of another type or out of range.
     """
     known = fields(model=model, text=codec is not None, vocab=vocab, max_tokens=max_tokens)
-    _check_names(body, known, model)
-    _check_neutral(body, known)
+    check_names(body, known, model)
+    check_neutral(body, known)
     if not isinstance(body.get("user"), str | None):
-        raise RequestError(f"user={_short(body['user'])} must be a string", "user")
-    numbers = {name: _number(body, name, known[name]) for name in known if "minimum" in known[name]}
+        raise RequestError(f"user={short(body['user'])} must be a string", "user")
+    numbers = {name: number(body, name, known[name]) for name in known if "minimum" in known[name]}
     options = {} if body.get("stream_options") is None else body["stream_options"]
     allowed = known["stream_options"]["properties"]
     if not isinstance(options, dict) or options.keys() - allowed.keys():
         raise RequestError(
-            f"stream_options={_short(options)} must be an object with {', '.join(allowed)} only", "stream_options"
+            f"stream_options={short(options)} must be an object with {', '.join(allowed)} only", "stream_options"
         )
-    _check_neutral(options, allowed)
+    check_neutral(options, allowed)
     if (best := body.get("best_of")) is not None and not (_is_integer(best) and best == numbers["n"]):
-        raise RequestError(f"best_of={_short(best)} is not supported with n={numbers['n']}; leave it out", "best_of")
+        raise RequestError(f"best_of={short(best)} is not supported with n={numbers['n']}; leave it out", "best_of")
     if (draft := body.get("draft")) not in (None, "none", PROMPT_LOOKUP):
-        raise RequestError(f"draft={_short(draft)} must be 'none' or {PROMPT_LOOKUP!r}", "draft")
-    echo, seed, given = _flag(body, "echo"), numbers["seed"], body.get("prompt", known["prompt"]["default"])
+        raise RequestError(f"draft={short(draft)} must be 'none' or {PROMPT_LOOKUP!r}", "draft")
+    echo, seed, given = flag(body, "echo"), numbers["seed"], body.get("prompt", known["prompt"]["default"])
     prompts, session, later = _prompts(given, codec, vocab), body.get("session"), []
     if session is not None:
         if numbers["n"] != 1 or len(prompts) != 1:
@@ -275,8 +292,8 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, max_tokens: int
         _stops(body.get("stop"), codec),
         numbers["logprobs"],
         echo,
-        _flag(body, "stream"),
-        _flag(options, "include_usage"),
+        flag(body, "stream"),
+        flag(options, "include_usage"),
         session or "",
         tuple(later),
         PROMPT_LOOKUP if draft == PROMPT_LOOKUP else None,
@@ -305,8 +322,8 @@ class NewSession:
 def new_session(body: Any, *, model: str, codec: Any, vocab: int) -> NewSession:
     """Check a body of ``/v1/sessions``. Arguments and errors as in ``completion``."""
     known = session_fields(model=model, text=codec is not None, vocab=vocab)
-    _check_names(body, known, model)
-    given, source, to = body.get("prompt", ""), body.get("fork_from"), _number(body, "to", known["to"])
+    check_names(body, known, model)
+    given, source, to = body.get("prompt", ""), body.get("fork_from"), number(body, "to", known["to"])
     if to is not None and source is None:
         raise RequestError(f"to={to} requires fork_from, the session to copy", "to")
     prompts = _prompts(given, codec, vocab)
@@ -323,8 +340,8 @@ Change = Callable[[Sequence[int]], Sequence[int]]
 def rewind(body: Any, *, model: str) -> Change:
     """Check a body of ``/v1/sessions/ID/rewind`` -> the change. Arguments and errors as in ``completion``."""
     known = rewind_fields(model=model)
-    _check_names(body, known, model)
-    tokens, to = (_number(body, name, known[name]) for name in ("tokens", "to"))
+    check_names(body, known, model)
+    tokens, to = (number(body, name, known[name]) for name in ("tokens", "to"))
     if (tokens is None) == (to is None):
         raise RequestError("rewind takes either tokens, the number to undo, or to, the number that stays", "tokens")
 
@@ -339,8 +356,8 @@ def rewind(body: Any, *, model: str) -> Change:
 def edit(body: Any, *, model: str, codec: Any, vocab: int) -> Change:
     """Check a body of ``/v1/sessions/ID/edit`` -> the change. Arguments and errors as in ``completion``."""
     known = edit_fields(model=model, text=codec is not None, vocab=vocab)
-    _check_names(body, known, model)
-    drop, keep, given = _number(body, "drop", known["drop"]), _number(body, "keep", known["keep"]), body.get("prompt")
+    check_names(body, known, model)
+    drop, keep, given = number(body, "drop", known["drop"]), number(body, "keep", known["keep"]), body.get("prompt")
     if (drop is None) == (given is None) or (drop is None and keep is not None):
         raise RequestError("edit takes either prompt, the new text, or drop and keep, numbers of tokens", "prompt")
     if drop is not None:
@@ -373,22 +390,22 @@ def session_id(value: Any, param: str | None = None) -> str:
     """Return an ID of a session. Raises RequestError for anything else."""
     if not isinstance(value, str) or not ID.fullmatch(value):
         raise RequestError(
-            f"{_short(value)} is not the ID of a session, which is sess- and 32 digits from 0 to f", param
+            f"{short(value)} is not the ID of a session, which is sess- and 32 digits from 0 to f", param
         )
     return value
 
 
-def _check_names(body: Any, names: Iterable[str], model: str) -> None:
+def check_names(body: Any, names: Iterable[str], model: str) -> None:
     """Raise RequestError for a body that is not a JSON object, has unknown fields or names another model."""
     if not isinstance(body, dict):
         raise RequestError(f"the body must be a JSON object, not {type(body).__name__}")
     names = list(names)
     if unknown := body.keys() - set(names):
         first = min(unknown)
-        raise RequestError(f"unknown field {_short(first)}; known are {', '.join(names)}", first)
+        raise RequestError(f"unknown field {short(first)}; known are {', '.join(names)}", first)
     if body.get("model", model) != model:
         raise RequestError(
-            f"model {_short(body['model'])} is not served here; this server has {model!r}",
+            f"model {short(body['model'])} is not served here; this server has {model!r}",
             "model",
             404,
             "model_not_found",
@@ -414,11 +431,11 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(content) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-        raise RequestError(f"the body has {_short(twice)} more than once", twice)
+        raise RequestError(f"the body has {short(twice)} more than once", twice)
     return content
 
 
-def _check_neutral(given: dict[str, Any], known: dict[str, dict[str, Any]]) -> None:
+def check_neutral(given: dict[str, Any], known: dict[str, dict[str, Any]]) -> None:
     """Raise RequestError for a value that would have an effect, of a field that has none here."""
     for name, schema in known.items():
         value = given.get(name)
@@ -426,14 +443,14 @@ def _check_neutral(given: dict[str, Any], known: dict[str, dict[str, Any]]) -> N
         if "enum" in schema and not any(
             value == one and isinstance(value, bool) == isinstance(one, bool) for one in schema["enum"]
         ):
-            raise RequestError(f"{name}={_short(value)} is not supported; leave it out", name)
+            raise RequestError(f"{name}={short(value)} is not supported; leave it out", name)
 
 
 def _no_number(name: str) -> Any:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     """A value in an error message, cut to a bounded length and depth."""
     return _REPR.repr(value)
 
@@ -483,7 +500,7 @@ def _prompts(given: Any, codec: Any, vocab: int, more: bool = False) -> list[lis
                 raise RequestError(f"prompt cannot be encoded: {error}", "prompt") from error
         elif isinstance(one, list) and all(map(_is_integer, one)):
             if odd := [token for token in one if not 0 <= token < vocab]:
-                raise RequestError(f"token {_short(odd[0])} is not among 0 to {vocab - 1}", "prompt")
+                raise RequestError(f"token {short(odd[0])} is not among 0 to {vocab - 1}", "prompt")
             prompts.append(list(one))
         else:
             raise RequestError("prompt must be a text, a list of tokens, or a list of either", "prompt")
@@ -494,7 +511,7 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _number(body: dict[str, Any], name: str, schema: dict[str, Any]) -> Any:
+def number(body: dict[str, Any], name: str, schema: dict[str, Any]) -> Any:
     """A number of a body within the bounds of its schema, or its default."""
     value = body.get(name)
     if value is None:
@@ -503,12 +520,13 @@ def _number(body: dict[str, Any], name: str, schema: dict[str, Any]) -> Any:
     good = _is_integer(value) or (isinstance(value, float) and not whole)
     if not good or not least <= value <= most:
         kind = "an integer" if whole else "a number"
-        raise RequestError(f"{name}={_short(value)} must be {kind} from {least} to {most}", name)
+        raise RequestError(f"{name}={short(value)} must be {kind} from {least} to {most}", name)
     return value if whole else float(value)
 
 
-def _flag(body: dict[str, Any], name: str) -> bool:
+def flag(body: dict[str, Any], name: str) -> bool:
+    """A flag of a body; null is false."""
     value = body.get(name)
     if not isinstance(value, bool | None):
-        raise RequestError(f"{name}={_short(value)} must be true or false", name)
+        raise RequestError(f"{name}={short(value)} must be true or false", name)
     return bool(value)

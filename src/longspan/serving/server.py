@@ -17,10 +17,12 @@ from starlette.types import Receive, Scope, Send
 
 from .. import states
 from . import openapi, page
+from .chat import chat
+from .chat_reply import ChatReply
 from .guard import Access, Guard, refused
 from .pool import Pool
 from .reply import Outbox, Reply, Service
-from .requests import Limits, RequestError, completion, parsed
+from .requests import Completion, Limits, RequestError, completion, parsed
 from .sessions import Sessions
 from .turns import SessionRoutes, while_connected
 from .worker import Worker
@@ -80,7 +82,7 @@ class Server:
         sessions: Sessions | None = None,
     ):
         self.pool, self.name, self.codec, self.access, self.grid = pool, name, codec, access or Access(), grid
-        self.limits = limits or Limits()
+        self.limits, self.template = limits or Limits(), getattr(codec, "template", None)
         self.worker = Worker(pool)
         self.sessions = Sessions(pool) if sessions is None else sessions
         self.metrics = Metrics(self.worker, self.sessions)
@@ -138,10 +140,20 @@ class Server:
             request,
             lambda body: completion(body, model=self.name, codec=self.codec, vocab=self.pool.vocab, max_tokens=limit),
         )
+        return await self._reply(request, body, began, Reply)
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        began, limit = time.monotonic(), self.limits.tokens
+        facts: dict[str, Any] = {"template": self.template, "model": self.name, "codec": self.codec}
+        found = await self._body(request, lambda body: chat(body, **facts, vocab=self.pool.vocab, max_tokens=limit))
+        return await self._reply(request, found.completion, began, functools.partial(ChatReply, found))
+
+    async def _reply(self, request: Request, body: Completion, began: float, kind: Callable[..., Reply]) -> Response:
         self._accept()
         if (turn := await self.turns.begin(request, body)) is not None:
             body = replace(body, prompts=[turn.prompt])
-        reply, loop = Reply(self.service, body, turn, began), asyncio.get_running_loop()
+        reply, loop = kind(self.service, body, turn, began), asyncio.get_running_loop()
         await self.service.run(sum(map(len, body.prompts)), lambda: reply.submit(loop))
         if body.stream:
             headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
@@ -159,10 +171,6 @@ class Server:
         one: dict[str, Any] = {"id": self.name, "object": "model", "created": self.created, "owned_by": "longspan"}
         one["longspan"] = page.about(self.pool, self.codec, self.grid, self.limits.tokens)
         return JSONResponse({"object": "list", "data": [one]})
-
-    async def chat(self, request: Request) -> Response:
-        """POST /v1/chat/completions, which needs a chat template that these models do not have."""
-        raise RequestError("these models have no chat template; use /v1/completions", status=404, code="not_found")
 
     async def health(self, request: Request) -> Response:
         """GET /healthz: the process answers."""

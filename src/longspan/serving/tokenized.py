@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterable
 from functools import cached_property
+from typing import Any
 
 from ..data import tokenization
 
@@ -15,6 +16,7 @@ class Tokenized:
     Args:
         content: The content of a ``tokenizer.json``.
         ends: Tokens that end a stream. They have no text.
+        template: The chat template of its folder, None for none.
         special: Whether ``encode`` adds the special tokens of the tokenizer, such as a first ``<s>``, and a special
             token that a text names becomes that token. Otherwise its name is text.
 
@@ -23,7 +25,8 @@ class Tokenized:
         ValueError: The content is not a tokenizer.
     """
 
-    def __init__(self, content: str, *, ends: Iterable[int] = (), special: bool = False):
+    def __init__(self, content: str, *, ends: Iterable[int] = (), special: bool = False, template: Any = None):
+        self.template = template
         self.tokenizer = tokenization.encoder(content, special=special)
         self.ends, self.special = tuple(ends), special
         self.vocab = tokenization.vocab_of(self.tokenizer)

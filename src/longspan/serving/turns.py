@@ -208,7 +208,7 @@ class SessionRoutes:
             session = await while_connected(request, self._read(session))
             turn = Turn(self.store, body.session, self.codec, end.pop_all())
             turn.session = session
-            turn.prompt = list(body.later) if session.tokens else body.prompts[0]
+            turn.prompt = body.after(session.tokens)
             return turn
 
     async def _read(self, session: Session) -> Session:
