@@ -198,7 +198,7 @@ class Reply:
             RequestError: If a choice has failed.
         """
 
-        async def read(choice: Choice) -> dict[str, Any]:
+        async def read(choice: Choice) -> dict[str, Any] | None:
             pieces = []
             while (piece := await self._next(choice)) is not None:
                 if choice.seen:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from ...ops.cross_entropy import linear_cross_entropy
 
@@ -80,7 +81,7 @@ class LazyLogits:
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if func is torch.tanh:
             return args[0].tanh()
-        args, kwargs = torch.utils._pytree.tree_map_only(cls, operator.attrgetter("tensor"), (args, kwargs or {}))
+        args, kwargs = pytree.tree_map_only(cls, operator.attrgetter("tensor"), (args, kwargs or {}))
         return func(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
