@@ -1,5 +1,7 @@
 """Every recurrent model type of transformers on our kernels: outputs, gradients and texts equal those of its code."""
 
+import copy
+import random
 import re
 
 import pytest
@@ -187,6 +189,35 @@ def test_a_cropped_cache_is_that_of_the_tokens_that_remain(kind, monkeypatch):
     if kind not in CONVOLUTIONS:
         with pytest.raises(RuntimeError, match="cannot crop 1 tokens: .* remember the last 0"):
             cache.crop(-1)
+
+
+@pytest.mark.parametrize("kind", UNDOING)
+@torch.no_grad()
+def test_any_script_of_reads_crops_and_copies_ends_where_its_tokens_end(kind):
+    undoes()
+    from transformers import DynamicCache
+
+    chance, made = random.Random(kind), accelerated(kind)
+    cache, text, since, copies = DynamicCache(config=made.config), torch.zeros(1, 0, dtype=torch.long), 0, []
+    cache.activate_past_recording()
+    part = tokens(1, 5)
+    acts = chance.choices(("read", "draw", "crop", "copy", "back"), k=12)
+    for step, act in enumerate(["read", *acts]):
+        if act == "crop":
+            undone = chance.randint(0, since)
+            cache.crop(-undone)
+            text, since = text[:, : text.shape[1] - undone], 0
+        elif act == "copy":
+            copies.append((copy.deepcopy(cache), text, since))
+        elif act == "back" and copies:
+            cache, text, since = copies.pop()
+        elif act != "back":
+            logits = made(part, use_cache=True, cache=cache).logits
+            text, since = torch.cat([text, part], 1), since + part.shape[1]
+            part = logits[:, -1:].argmax(-1) if act == "draw" else tokens(1, chance.randint(1, 5), seed=step)
+    last = made(part, use_cache=True, cache=cache).logits
+    text = torch.cat([text, part], 1)
+    assert far(last, made(text, use_cache=False).logits[:, -part.shape[1] :]) < 1e-5
 
 
 DRAFTS = {

@@ -107,8 +107,8 @@ def test_outputs_are_the_same_bits_and_good_drafts_save_calls():
     assert len(nothing[2]) == 30
     assert len(right[2]) == 6  # five tokens a call
     assert right[1].pace.accepted == right[1].pace.drafted == 24
-    # One token, after 2, 4, 8 and 16 steps without a draft.
-    assert wrong[1].pace.drafted == 4 + 3
+    # One token, after 4 and 16 steps without a draft.
+    assert wrong[1].pace.drafted == 4 + 2
     assert wrong[1].pace.accepted == 0
 
 

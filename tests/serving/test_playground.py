@@ -248,6 +248,15 @@ def test_a_text_is_branched_where_it_is_clicked(browser, running):
         run(page, "other", tokens=5)
         page.until("items.length === 3 && !items[2].control")
         assert marked(page, 2, "shared") == ""
+        # An edit replaces one word and keeps the rest.
+        page.click_at(*place(page, 0, 9))
+        page.write(".panel input", "word")
+        page.write(".panel input[type=number]", "4")
+        page.click(".panel button:nth-of-type(2)")
+        page.until("items.length === 4 && !items[3].control")
+        edited = root[:9] + "word" + root[10:]
+        assert shown(page, 3) == edited + drawn(running, edited, max_tokens=5, seed=4)
+        assert marked(page, 3, "typed") == edited[: len(HOSTILE) + 3]
 
 
 @pytest.mark.full

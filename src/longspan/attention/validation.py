@@ -168,12 +168,21 @@ def weight_of(module: nn.Module | Contract) -> Tensor | None:
 def refuse_parts(module: nn.Module) -> None:
     """Raise ValueError for weights in parts at the time of a call, whose heads would have too few channels."""
     sharded = sys.modules["torch.distributed.tensor"].DTensor
-    for name, weight in module.named_parameters():
-        if isinstance(weight, sharded):
-            raise ValueError(
-                f"{type(module).__name__}.{name} is in parts during the call; tensor parallelism (parallelize_module) "
-                "is not supported; use fully_shard, and call the module to which it was applied"
-            )
+    # Names are made only where they are needed: this runs once per token and layer.
+    if _any_weight(module, sharded):
+        name = next(name for name, weight in module.named_parameters() if isinstance(weight, sharded))
+        raise ValueError(
+            f"{type(module).__name__}.{name} is in parts during the call; tensor parallelism (parallelize_module) "
+            "is not supported; use fully_shard, and call the module to which it was applied"
+        )
+
+
+def _any_weight(module: nn.Module, kind: type) -> bool:
+    """Whether a parameter of the module or of its parts is of a type."""
+    for weight in module._parameters.values():
+        if isinstance(weight, kind):
+            return True
+    return any(_any_weight(part, kind) for part in module._modules.values() if part is not None)
 
 
 def check_width(x: Tensor, width: int) -> None:

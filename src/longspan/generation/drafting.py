@@ -18,7 +18,7 @@ from ..models.decoder import Decoder
 from .native_decoder import Engine
 
 COMPARED = range(5, 1, -1)  # the last tokens that prompt lookup looks for, the longest first
-MOST_PAUSE = 32  # steps without a draft, after drafts that failed
+MOST_PAUSE = 64  # steps without a draft, after drafts that failed
 
 Propose = Callable[[Tensor, int], Tensor]
 """(tokens so far (B,T), count) -> drafted tokens (B,K), K at most count; K = 0 drafts none"""
@@ -45,7 +45,8 @@ class Pace:
     """The number of tokens to draft, from how many of the earlier drafts were accepted.
 
     After a draft that was accepted as a whole it doubles, up to ``most``. Otherwise the next draft has as many tokens
-    as were accepted. After a draft without an accepted token, the next 2, 4, ..., 32 steps have none.
+    as were accepted. After a draft without an accepted token, the next 4, 16 and then 64 steps have none. A draft with
+    one halves the number of failures that count, so drafts that are wrong more often than right become rare.
 
     Args:
         most: Tokens of a draft at most.
@@ -67,8 +68,8 @@ class Pace:
         """Note the end of a draft."""
         self.drafted += drafted
         self.accepted += accepted
-        self.failures = 0 if accepted else self.failures + 1
-        self.pause = 0 if accepted else min(MOST_PAUSE, 2**self.failures)
+        self.failures = self.failures // 2 if accepted else self.failures + 1
+        self.pause = min(MOST_PAUSE, 4**self.failures) if self.failures else 0
         self.size = max(1, min(self.most, 2 * accepted) if accepted == drafted else accepted)
 
 
@@ -87,7 +88,8 @@ class Speculation:
     """
 
     def __init__(self, engine: Engine, draft: Draft, prompt: Tensor, most: int, total: int):
-        self.engine, self.tokens, self.end = engine, prompt, prompt.shape[1] + total
+        self.engine, self.tokens, self.left = engine, prompt, total
+        self.drawn: list[Tensor] = []  # tokens that ``tokens`` does not have yet
         self.propose = PromptLookup() if draft == PROMPT_LOOKUP else draft
         if isinstance(draft, Decoder):
             self.propose = DraftModel(draft)
@@ -99,7 +101,8 @@ class Speculation:
 
     def __call__(self, token: Tensor, state: Any) -> tuple[Tensor, Any]:
         """Return the outputs (B,1,size) after ``token`` (B,1), and the next state."""
-        self.tokens = torch.cat([self.tokens, token], 1)
+        self.drawn.append(token)
+        self.left -= 1
         if self.ahead.shape[1]:
             if torch.equal(token, self.ahead[:, :1]):
                 self.hits += 1
@@ -111,22 +114,23 @@ class Speculation:
             self.pace.learn(self.length, self.hits)
             self.ahead = self.ahead[:, :0]
         draft = self._draft()
-        if not draft.shape[1]:
+        if draft is None:
             return self.engine(token, states.settle(state))
         self.ahead, self.hits, self.length = draft, 0, draft.shape[1]
         self.outputs, state = self.engine.verify(torch.cat([token, draft], 1), state)
         return self.outputs[:, :1], state
 
-    def _draft(self) -> Tensor:
+    def _draft(self) -> Tensor | None:
         # The last token is drawn, and never read.
-        if not (count := self.pace.wanted(self.end - self.tokens.shape[1] - 1)):
-            return self.tokens[:, :0]
+        if not (count := self.pace.wanted(self.left - 1)):
+            return None
+        self.tokens, self.drawn = torch.cat([self.tokens, *self.drawn], 1), []
         draft: Any = self.propose(self.tokens, count)  # pyright: ignore[reportCallIssue] (a function by now)
         fits = isinstance(draft, Tensor) and draft.dim() == 2 and len(draft) == len(self.tokens)
         if not fits or draft.dtype != torch.int64 or draft.shape[1] > count:
             came = f"{draft.dtype} {tuple(draft.shape)}" if isinstance(draft, Tensor) else type(draft).__name__
             raise ValueError(f"a draft must be int64 ({len(self.tokens)}, K) with K at most {count}, not {came}")
-        return draft
+        return draft if draft.shape[1] else None
 
 
 class Lookup:

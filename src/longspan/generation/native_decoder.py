@@ -56,7 +56,7 @@ class DraftState:
 
     def settled(self) -> DecoderState:
         """See ``states.settle``."""
-        return self.engine.verify(self.journal.kept.new_zeros(len(self.journal.kept), 0), self)[1].state
+        return self.engine.settled(self)
 
 
 class Engine:
@@ -132,21 +132,11 @@ class Engine:
     @torch.no_grad()
     def __call__(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """See the class."""
-        # Nearly always, the state of a call is the one that the last call returned.
-        last: Known | None = getattr(self.local, "last", None)
-        if last is not None and not (state is last.state and _places(state) == last.places):
-            last = None
-        if last is None:
-            self._check(state)
+        state, addresses, _ = self._known(state)
         batch = len(state.position)
         if tokens.shape != (batch, 1) or tokens.dtype != torch.int64 or not tokens.is_cpu:
             came = f"{tokens.dtype} {tuple(tokens.shape)} on {tokens.device}"
             raise ValueError(f"tokens must be int64 {(batch, 1)} on the CPU, not {came}")
-        if last is not None:
-            addresses = last.addresses
-        else:
-            state = self._own(state)
-            addresses = _addresses(state)
         self.local.last, embedded = None, None
         if self.sinusoidal:
             check_tokens(tokens, self.model.start, None)
@@ -187,20 +177,21 @@ class Engine:
             raise ValueError("the state is that of another engine; settle it first")
         if isinstance(state, DraftState):
             (plain, journal), room = (state.state, state.journal), max(state.journal.room, tokens.shape[-1])
+            addresses = _addresses(plain)
         else:
-            self._check(state)
-            plain, journal, room = self._own(state), None, tokens.shape[-1]
+            plain, addresses, _ = self._known(state)
+            journal, room = None, tokens.shape[-1]
         batch = len(plain.position)
         if tokens.dim() != 2 or len(tokens) != batch or tokens.dtype != torch.int64 or not tokens.is_cpu:
             came = f"{tokens.dtype} {tuple(tokens.shape)} on {tokens.device}"
             raise ValueError(f"tokens must be int64 ({batch}, K) on the CPU, not {came}")
         journal = self._journal(batch, room, journal)
-        embedded, given = None, tokens.contiguous()
+        self.local.last, embedded, given = None, None, tokens.contiguous()
         if self.sinusoidal:
             check_tokens(tokens, self.model.start, None)
             embedded, given = self._embedded(tokens, plain.position), None
         out = torch.empty(batch, tokens.shape[1], self.outputs, dtype=torch.float32, device="cpu")
-        code = decode.step(self.plan, _addresses(plain), given, plain.position, embedded, out, journal)
+        code = decode.step(self.plan, addresses, given, plain.position, embedded, out, journal)
         if code == decode.NO_ROOM:
             plain = plain._replace(layers=tuple(_with_room(layer, tokens.shape[1]) for layer in plain.layers))
             code = decode.step(self.plan, _addresses(plain), given, plain.position, embedded, out, journal)
@@ -210,6 +201,26 @@ class Engine:
         kept = torch.full_like(journal.kept, tokens.shape[1])
         after = DraftState(_moved(plain, tokens.shape[1]), journal._replace(kept=kept), self)
         return (out if self.dtype == torch.float32 else out.to(self.dtype)), after
+
+    def settled(self, draft: DraftState) -> DecoderState:
+        """Return the state after the tokens of a draft that remain, which are applied to it."""
+        state, addresses = draft.state, _addresses(draft.state)
+        nothing = torch.empty(len(state.position), 0, self.outputs, dtype=torch.float32, device="cpu")
+        code = decode.step(self.plan, addresses, None, state.position, None, nothing, draft.journal)
+        assert code == decode.FINE
+        mark_overwritten(*(t for layer in state.layers for t in layer))
+        self.local.last = Known(state, addresses, _places(state))
+        return state
+
+    def _known(self, state: DecoderState) -> Known:
+        """Return a state with its addresses, checked and with tensors of its own."""
+        # Nearly always, the state of a call is the one that the last call of this thread returned.
+        last: Known | None = getattr(self.local, "last", None)
+        if last is not None and state is last.state and _places(state) == last.places:
+            return last
+        self._check(state)
+        state = self._own(state)
+        return Known(state, _addresses(state), [])
 
     def _journal(self, batch: int, room: int, before: decode.Journal | None) -> decode.Journal:
         """A journal for ``room`` tokens with the entries of the one before."""

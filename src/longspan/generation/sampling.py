@@ -193,7 +193,7 @@ def generate(
         afford_rows(model, len(prompt), prompt.shape[1] + tokens, f"the states of {len(prompt)} sequences")
     outputs, state, step = begun(model, prompt, mask, source, source_mask, tokens, prefix=prefix)
     # Packing the weights takes as long as a few decode steps.
-    if isinstance(model, Decoder) and (tokens > FEW or draft is not None) and not Engine.why_not(model):
+    if isinstance(model, Decoder) and (draft is not None or (tokens > FEW and not Engine.why_not(model))):
         step = Engine(model)
         if draft is not None:
             step = drafting.Speculation(step, draft, prompt, draft_tokens, tokens)

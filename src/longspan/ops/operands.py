@@ -199,10 +199,11 @@ def overlap(*tensors: Tensor) -> bool:
 
 def _range(x: Tensor) -> tuple[int, int]:
     """Return the address range of a tensor, as far as it is known; strided tensors may leave gaps in it."""
-    if not in_memory(x) or not x.numel():
+    # Plain tensors first: this runs several times per token and layer. Their address is 0 without memory.
+    plain = type(x) is Tensor and x.layout == torch.strided
+    if not plain and (not in_memory(x) or not x.numel()):
         return 0, 0
-    begin = x.data_ptr()
-    if x.is_contiguous():
-        return begin, begin + x.nbytes
+    if not (begin := x.data_ptr()) or x.is_contiguous():
+        return begin, begin + (x.nbytes if begin else 0)
     last = sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
     return begin, begin + (last + 1) * x.element_size()

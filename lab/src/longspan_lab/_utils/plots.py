@@ -364,7 +364,7 @@ def _rewind(plt: Any, result: dict[str, Any]) -> Any:
     panels = (("edit", "share", "an edit, of the whole prompt"), ("verify", "steps", "a call, in single steps"))
     for axis, (part, field, label) in zip(axes, (*panels, ("text", "speed", "speed-up of a text")), strict=True):
         rows = [row for row in result["rows"] if row["part"] == part]
-        facts = ("candidate", "room", "dtype", "model", "text")
+        facts = ("candidate", "dtype", "model", "text")
         names = [", ".join(str(row[fact]) for fact in facts if fact in row) for row in rows]
         axis.barh(names, [row[field] for row in rows])
         axis.invert_yaxis()

@@ -86,7 +86,9 @@ def _edits(model: Any, room: int, options: Options) -> list[dict[str, Any]]:
     state = model.init_state(1, 0)
     # What a cache has for each state, and the tokens, which it holds once.
     size = room * (states.nbytes(state) + 4 * model.likelihood.size) + 16 * options.length
-    shares: dict[str, list[float]] = {f"{room} states": [], AGAIN: []}
+    shares: dict[str, list[float]] = {f"{room} states": []}
+    if room == options.rooms[0]:
+        shares[AGAIN] = []
     whole = []
     for edit in range(options.edits):
         place = chance.randrange(1, options.length)
@@ -94,13 +96,12 @@ def _edits(model: Any, room: int, options: Options) -> list[dict[str, Any]]:
         pool = Pool(model, slots=1, prefix_bytes=size)
         whole.append(_read(pool, prompt))
         shares[f"{room} states"].append(_read(pool, edited) / whole[-1])
-        if edit < 3:
+        if AGAIN in shares and edit < 3:
             shares[AGAIN].append(_read(Pool(model, slots=1), edited) / whole[-1])
     return [
         {
             "part": "edit",
             "candidate": name,
-            "room": room,
             "samples": len(found),
             "whole": fmean(whole),
             "share": fmean(found),
@@ -221,8 +222,7 @@ def text(result: dict[str, Any]) -> list[Table]:
     for row in rows:
         name = row["candidate"]
         if row["part"] == "edit":
-            place = name if name != AGAIN else f"{name} ({row['room']})"
-            edits.append([place, f"{row['share']:.3f}", f"{row['worst']:.3f}", duration(row["whole"])])
+            edits.append([name, f"{row['share']:.3f}", f"{row['worst']:.3f}", duration(row["whole"])])
         elif row["part"] == "verify":
             verify.append([f"{name}, {row['dtype']}", duration(row["seconds"]), f"{row['steps']:.2f}"])
         else:

@@ -25,10 +25,13 @@ inline bool gains_from_fetches() {
 }
 const bool fetches = gains_from_fetches();
 
-// One line into the second-level cache. By an instruction, since GCC 12 removes loops that only prefetch.
+// One line into the first-level cache, or into the second-level one of processors with AMX, where that gained nothing
+// (docs/results/lab.md). By an instruction, since GCC 12 removes loops that only prefetch.
 inline void fetch_line(const float* line) {
-#if defined(__x86_64__)
+#if defined(__AMX_TILE__)
     asm volatile("prefetcht1 %0" : : "m"(*line));
+#elif defined(__x86_64__)
+    asm volatile("prefetcht0 %0" : : "m"(*line));
 #else
     __builtin_prefetch(line, 0, 2);
 #endif
