@@ -1,0 +1,1 @@
+"""Linear maps whose weights are blocks of few bits."""
