@@ -3,9 +3,10 @@
 from . import patterns, states, testing
 from .attention import Attention, build, list_mechanisms, mechanism_examples
 from .attention.multihead import MultiheadAttention
+from .compat.load import load
 from .generation.beam_search import beam_search
 from .generation.sampling import generate, log_likelihood
-from .models.checkpoint import load, save
+from .models.checkpoint import save
 from .models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig, StackConfig, TranscriberConfig
 from .models.decoder import Decoder
 from .models.encoder import Encoder

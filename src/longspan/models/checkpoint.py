@@ -129,29 +129,7 @@ def checked_header(model: Any, extra: Mapping[str, Any] | None) -> dict[str, Any
 
 
 def load(folder: str | Path) -> Any:
-    """Load the model of a checkpoint, or of the best checkpoint of a training run.
-
-    The global random number generator does not change.
-
-    Args:
-        folder: A checkpoint, or the folder of a training run.
-
-    Returns:
-        A ``Decoder``, ``Encoder``, ``Seq2Seq`` or ``Transcriber`` in eval mode on the CPU.
-
-    Raises:
-        ValueError: If the folder is missing or not a checkpoint, has another format, or has a file that was changed; if
-            the weights do not fit the config, are not floating-point numbers or are NaN.
-
-    Example:
-        >>> import tempfile, longspan
-        >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     longspan.save(model, f"{folder}/model")
-        ...     again = longspan.load(f"{folder}/model")
-        >>> again.config == model.config
-        True
-    """
+    """Load the model of a checkpoint or a run; arguments and errors as in ``longspan.load``."""
     folder, header, weights, tokenizer = read(folder)
     config_class, model_class = MODEL_CLASSES[header["kind"]]
     try:

@@ -1,4 +1,4 @@
-"""Models in folders of transformers: of longspan, of flash-linear-attention, and hybrids of transformers."""
+"""Models in GGUF files, and in folders of transformers: of longspan, of flash-linear-attention, and hybrids."""
 
 import json
 from collections.abc import Iterable
@@ -7,6 +7,7 @@ from typing import Any
 
 from .._utils.optional_deps import need
 from .._utils.typecheck import format_value
+from ..compat import gguf
 from ..data import tokenization
 from .adapters import why_not_type
 from .text import Bytes
@@ -15,18 +16,18 @@ from .tokenized import Tokenized
 TOKENIZER = "tokenizer.json"
 
 
-def is_folder(source: str) -> bool:
-    """Return whether a folder has a ``config.json`` of transformers, which names a model type."""
-    return "model_type" in _config(Path(source))
+def is_foreign(source: str) -> bool:
+    """Return whether a source is a GGUF file, or a folder with a ``config.json`` that names a type of transformers."""
+    return gguf.is_file(source) or "model_type" in _config(Path(source))
 
 
 def load(source: str, stop: str = "") -> tuple[Any, Tokenized | Bytes | None]:
     """Load a model in evaluation mode, and its text.
 
     Args:
-        source: A folder that ``save_pretrained`` has written, of ``LongspanForCausalLM``, of a model of
-            flash-linear-attention, or of a hybrid of transformers, which is accelerated.
-        stop: A token of the tokenizer that ends a stream; "" for those that the folder's configs name.
+        source: A GGUF file, or a folder that ``save_pretrained`` has written, of ``LongspanForCausalLM``, of a model
+            of flash-linear-attention, or of a hybrid of transformers, which is accelerated.
+        stop: A token of the tokenizer that ends a stream; "" for those that the file or the folder's configs name.
 
     Returns:
         The model, and its codec: None for a decoder of ours that has no text.
@@ -36,6 +37,10 @@ def load(source: str, stop: str = "") -> tuple[Any, Tokenized | Bytes | None]:
         ValueError: The model type is not served, the folder has no tokenizer.json, or the model cannot be loaded.
     """
     need(f"the model in {source}", "transformers")
+    if gguf.is_file(source):
+        content = gguf.read_tokenizer(source)
+        model = gguf.load(source)
+        return model, Tokenized(content, ends=ends(content, stop, _numbers(model.config)), special=True)
     folder = Path(source)
     config = _config(folder)
     kind = config["model_type"]

@@ -145,9 +145,8 @@ class Container:
                 raise self.damaged(f"{format_value(name)} has the type {known}; supported are {', '.join(KINDS)}")
             kind = KINDS[_NAMES[number]]
             if shape[-1] % kind.block:
-                raise self.damaged(
-                    f"{format_value(name)} has rows of {shape[-1]:,} numbers; {_NAMES[number]} needs multiples of {kind.block}"
-                )
+                rows = f"rows of {shape[-1]:,} numbers; {_NAMES[number]} needs multiples of {kind.block}"
+                raise self.damaged(f"{format_value(name)} has {rows}")
             size = math.prod(shape) // kind.block * kind.size
             if offset % alignment or begin + offset + size > self._size:
                 raise self.damaged(
