@@ -259,7 +259,8 @@ _SIZES = (
 _UNUSED = (Entry("feed_forward_length", write=lambda c: 0), Entry("attention.head_count", write=lambda c: 0))
 _LONG = Entry("context_length", write=lambda c: 1 << 20)
 _CONTEXT = Entry("context_length", "max_position_embeddings")
-_HEADS = (Entry("attention.head_count", "num_attention_heads"), Entry("feed_forward_length", "intermediate_size"))
+_HEADS = Entry("attention.head_count", "num_attention_heads")
+_WIDTH = Entry("feed_forward_length", "intermediate_size")
 _EPSILON = "attention.layer_norm_rms_epsilon"
 
 
@@ -351,7 +352,8 @@ def _sections(config: Any) -> list[int]:
 _QWEN_ENTRIES = (
     *_SIZES,
     _CONTEXT,
-    *_HEADS,
+    _HEADS,
+    _WIDTH,
     Entry("attention.head_count_kv", "num_key_value_heads"),
     Entry("attention.key_length", "head_dim"),
     Entry("attention.value_length", write=lambda c: c.head_dim),
@@ -400,6 +402,14 @@ def _granite_rope(value: Any, entries: Entries) -> str | None:
 
 def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _lfm_width(config: Any) -> int:
+    """The channels of the feed-forward, which transformers computes from the config."""
+    if not config.block_auto_adjust_ff_dim:
+        return config.intermediate_size
+    width = int(config.block_ffn_dim_multiplier * int(2 * config.intermediate_size / 3))
+    return -(-width // config.block_multiple_of) * config.block_multiple_of
 
 
 def _rwkv_check(config: Any) -> str:
@@ -525,7 +535,8 @@ ARCHITECTURES = {
         (
             *_SIZES,
             _CONTEXT,
-            *_HEADS,
+            _HEADS,
+            _WIDTH,
             *_key_value_heads("linear_attention"),
             *_ssm("mamba_", "mamba_n_heads", "mamba_d_head", "mamba_expand"),
             Entry(_EPSILON, "rms_norm_eps"),
@@ -593,7 +604,8 @@ ARCHITECTURES = {
         (
             *_SIZES,
             _CONTEXT,
-            *_HEADS,
+            _HEADS,
+            _WIDTH._replace(write=_lfm_width),
             *_key_value_heads("conv"),
             Entry(_EPSILON, "norm_eps"),
             Entry("rope.freq_base", "rope_parameters", lambda value, e: {"rope_theta": float(value)}, _theta, 10000.0),
