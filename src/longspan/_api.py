@@ -18,6 +18,7 @@ from .ops.convolution import causal_convolution
 from .ops.gated import decay_attention, delta_rule
 from .ops.gated.general import general_delta_rule
 from .ops.linear import linear_attention
+from .ops.quantized import quantized_linear
 from .ops.scan import diagonal_scan, selective_scan
 from .ops.sparse import sparse_attention
 from .testing import check_attention
@@ -55,6 +56,7 @@ __all__ = [
     "log_likelihood",
     "mechanism_examples",
     "patterns",
+    "quantized_linear",
     "save",
     "selective_scan",
     "sparse_attention",
