@@ -82,8 +82,9 @@ def quantized(n, draw):
 
     def call(x):
         found = [longspan.quantized_linear(x, w, activations=kind) for w in weights for kind in ACTIVATIONS]
-        # Of one size, so that errors of each count.
-        return torch.cat([y / y.detach().abs().max() for y in found], -1)
+        # Divided by powers of two, so that errors of each count, and bfloat16 gradients are not rounded again.
+        wide = [y.to(torch.promote_types(y.dtype, torch.float32)) for y in (found[0], *(y.detach() for y in found[1:]))]
+        return torch.cat([y / 2 ** y.detach().abs().max().log2().ceil() for y in wide], -1)
 
     return call, {"x": x}
 
