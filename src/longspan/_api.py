@@ -19,6 +19,7 @@ from .ops.convolution import causal_convolution
 from .ops.gated import decay_attention, delta_rule
 from .ops.gated.general import general_delta_rule
 from .ops.linear import linear_attention
+from .ops.quantized import quantized_linear
 from .ops.scan import diagonal_scan, selective_scan
 from .ops.sparse import sparse_attention
 from .testing import check_attention
@@ -56,6 +57,7 @@ __all__ = [
     "log_likelihood",
     "mechanism_examples",
     "patterns",
+    "quantized_linear",
     "save",
     "selective_scan",
     "sparse_attention",
