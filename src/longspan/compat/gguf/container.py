@@ -11,7 +11,7 @@ import itertools
 import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -228,13 +228,17 @@ def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Content
     Args:
         path: The file; an existing one is replaced.
         metadata: Texts, truth values, whole numbers (written with 32 bits where they fit), numbers with a fraction
-            (written as float32), and lists of one of these. ``general.alignment`` is respected.
+            (written as float32), and lists of one of these.
         tensors: By name.
 
     Raises:
         OSError: The file cannot be written.
     """
-    alignment = metadata.get("general.alignment", ALIGNMENT)
+    atomic_io.write(path, pieces(metadata, tensors))
+
+
+def pieces(metadata: Mapping[str, Any], tensors: Mapping[str, Content]) -> Iterator[bytes | memoryview]:
+    """Yield the content of a file; arguments as in ``write``."""
     head = [MAGIC, struct.pack("<IQQ", VERSION, len(tensors), len(metadata))]
     head += [_packed(name) + _packed_value(value) for name, value in metadata.items()]
     offset = 0
@@ -242,20 +246,15 @@ def write(path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Content
         kind = KINDS[_kind(one.data)]
         head.append(_packed(name) + struct.pack("<I", len(one.shape)))
         head.append(struct.pack(f"<{len(one.shape)}QIQ", *reversed(one.shape), kind.number, offset))
-        offset += -(-math.prod(one.shape) // kind.block * kind.size // alignment) * alignment
-    atomic_io.write(path, _pieces(b"".join(head), tensors.values(), alignment))
-
-
-def _pieces(head: bytes, tensors: Iterable[Content], alignment: int) -> Iterator[bytes | memoryview]:
-    yield head
-    size = len(head)
-    for one in tensors:
-        yield bytes(-size % alignment)
+        offset += -(-math.prod(one.shape) // kind.block * kind.size // ALIGNMENT) * ALIGNMENT
+    piece: bytes | memoryview = b"".join(head)
+    for one in tensors.values():
+        yield piece
+        yield bytes(-len(piece) % ALIGNMENT)
         data = one.data.data if isinstance(one.data, Blocks) else one.data.detach().cpu()
         piece = memoryview(data.contiguous().view(torch.uint8).numpy()).cast("B")
-        yield piece
-        size = piece.nbytes
-    yield bytes(-size % alignment)
+    yield piece
+    yield bytes(-len(piece) % ALIGNMENT)
 
 
 def _kind(data: Tensor | Blocks) -> str:
@@ -272,9 +271,9 @@ def _packed(text: str) -> bytes:
 def _packed_value(value: Any) -> bytes:
     """Return the type of a value and its bytes."""
     if isinstance(value, list | tuple):
-        whole = [one for one in value if type(one) is int]
-        code = _code(max(whole, key=abs)) if whole else _code(value[0] if value else "")
-        code = "<i4" if whole and min(whole) < 0 and code == "<u4" else code
+        code = _code(value[0] if value else "")
+        if code[1] in "iu":  # as llama.cpp requires it of the types of tokens
+            code = "<i4" if -(1 << 31) <= min(value) and max(value) < 1 << 31 else "<i8"
         body = b"".join(map(_packed, value)) if code == "text" else np.array(value, code).tobytes()
         return struct.pack("<IIQ", _ARRAY, _TYPES[code], len(value)) + body
     code = _code(value)

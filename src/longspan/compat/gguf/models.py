@@ -14,7 +14,7 @@ from ..._utils.optional_deps import need
 from ..._utils.spec import known
 from ..._utils.typecheck import format_value
 from ...ops.quantized.formats import Blocks, dequantize, quantize
-from .architectures import ARCHITECTURES, Architecture, Entries, Row
+from .architectures import ARCHITECTURES, REQUIRED, Architecture, Entries, Row
 from .container import Container, Content, Place, write
 
 # Formats of weights in files that are written, and their number in the metadata.
@@ -66,7 +66,13 @@ def described(container: Container) -> tuple[Architecture, Any]:
         raise ValueError(f"rope scaling of the type {format_value(scaling)} is not supported")
     if entries("ssm.dt_b_c_rms", False):
         raise ValueError("its norms of B, C and dt (Falcon Mamba) are not supported")
-    fields = {one.field: one.read(entries(one.key, one.default), entries) for one in architecture.entries if one.field}
+    fields: dict[str, Any] = {}
+    for one in architecture.entries:
+        if one.field:
+            value = entries(one.key, one.default)
+            if type(value) is int and value < 1 and one.default is REQUIRED:
+                raise ValueError(f"{name}.{one.key}={value} must be at least 1")
+            fields[one.field] = one.read(value, entries)
     if "token_embd.weight" not in container.tensors:
         raise ValueError("it has no tensor token_embd.weight")
     for key, name in _SPECIAL.items():

@@ -58,8 +58,8 @@ def read(metadata: Mapping[str, Any]) -> str:
     if not isinstance(pre, str) or pre not in SPLITS:
         raise ValueError(f"its tokenizer.ggml.pre is {format_value(pre)}; supported are {', '.join(SPLITS)}")
     tokens, merges = (_texts(metadata, key) for key in ("tokens", "merges"))
-    types = [int(one) for one in metadata.get("tokenizer.ggml.token_type", [])]
-    if len(set(tokens)) != len(tokens) or len(types) not in (0, len(tokens)):
+    types = metadata.get("tokenizer.ggml.token_type", ())
+    if len(set(tokens)) != len(tokens) or not hasattr(types, "__len__") or len(types) not in (0, len(tokens)):
         raise ValueError(f"its tokenizer must have {len(tokens):,} different tokens and as many types")
     pairs = [tuple(merge.split(" ")) for merge in merges]
     if odd := next((merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2), None):
