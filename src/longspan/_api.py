@@ -10,6 +10,7 @@ from .models.checkpoint import save
 from .models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig, StackConfig, TranscriberConfig
 from .models.decoder import Decoder
 from .models.encoder import Encoder
+from .models.quantization import quantize
 from .models.seq2seq import Seq2Seq
 from .models.stacks import Stack
 from .models.transcriber import Transcriber
@@ -57,6 +58,7 @@ __all__ = [
     "log_likelihood",
     "mechanism_examples",
     "patterns",
+    "quantize",
     "quantized_linear",
     "save",
     "selective_scan",

@@ -377,6 +377,15 @@ void any_activations(const Weight& w, long group, const Cell* x, long rows, floa
     }
 }
 
+// Input j of a row of a weight in the format q8_0 with K inputs.
+inline float number(const std::uint8_t* quants, const std::uint8_t* scales, long inputs, long row, long j) {
+    const long cell = row / GROUP * (inputs / CELL) + j / CELL, at = j % CELL;
+    const int u = quants[cell * cell_bytes(q8_0) + at / 4 * CHUNK + row % GROUP * 4 + at % 4];
+    float16 scale;
+    std::memcpy(&scale, scales + cell * SCALES + 2 * (row % GROUP), sizeof scale);
+    return widen(scale) * static_cast<float>(u - offset_of(q8_0));
+}
+
 // rows of prepared activations times a group of a weight -> out (rows, GROUP)
 inline void multiply(const Weight& w, long group, const Cell* x, long rows, float* out) {
     switch (w.format) {
