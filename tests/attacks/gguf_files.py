@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from longspan.compat import gguf
 from longspan.compat import transformers as on_cpu
-from longspan.compat.gguf import container, tokenizer
+from longspan.compat.gguf import container
 from longspan.data.tokenization import byte_letters
 from longspan.ops.quantized.formats import FORMATS, Blocks
 
@@ -107,20 +108,14 @@ def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
 def _make(folder: Path) -> None:
     """Write the good files."""
     folder.mkdir()
-    letters = {**byte_letters(), **{f"<|{i}|>": 256 + i for i in range(44)}}
-    words = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "qwen2",
-        "tokenizer.ggml.tokens": list(letters),
-        "tokenizer.ggml.token_type": [1] * 256 + [3] * 44,
-        "tokenizer.ggml.merges": [],
-    }
-    assert tokenizer.read(words)
+    words = Tokenizer(models.BPE(vocab={**byte_letters(), "ab": 256}, merges=[("a", "b")]))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.add_special_tokens(["<|end|>", "<|pad|>"])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         for name, (config, options) in MODELS.items():
             made = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**SMALL, **options))
-            gguf.save(made, folder / f"{name}.gguf", weights="q8_0", tokenizer=words)
+            gguf.save(made, folder / f"{name}.gguf", weights="q8_0", tokenizer=words.to_str())
 
 
 def _attack(

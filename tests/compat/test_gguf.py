@@ -1,5 +1,7 @@
 """GGUF files: what llama.cpp's converters write is read as the model that they converted, and written back."""
 
+import struct
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,9 @@ pytest.importorskip("transformers")
 
 import hybrids
 from longspan.compat import gguf
-from longspan.compat.gguf import container
+from longspan.compat.gguf import container, tokenizer
 from longspan.compat.gguf.models import described
+from longspan.data import tokenization
 from longspan.ops.quantized.formats import FORMATS, Blocks, dequantize, quantize
 
 pytestmark = pytest.mark.usefixtures("restored")
@@ -263,8 +266,12 @@ CASES = {
     "mamba": ("mamba", {"intermediate_size": 64}, convert_mamba),
     "mamba2": ("mamba2", {"tie_word_embeddings": True}, convert_mamba),
     "qwen35": ("qwen3_5", QWEN, convert_qwen),
-    "qwen3next": ("qwen3_next", QWEN, convert_qwen),
-    "granitehybrid": ("granitemoehybrid", {"shared_intermediate_size": 32}, convert_granite),
+    "qwen3next": (
+        "qwen3_next",
+        QWEN | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+        convert_qwen,
+    ),
+    "granitehybrid": ("granitemoehybrid", {"shared_intermediate_size": 32, "intermediate_size": 64}, convert_granite),
     "granitehybrid dense": (
         "granitemoehybrid",
         {"num_local_experts": 0, "position_embedding_type": "rope", "residual_multiplier": 0.22, "logits_scaling": 8.0},
@@ -369,7 +376,8 @@ def test_a_converted_model_is_read(case, foreign, tmp_path):
     for form in ("F32", "Q8_0") if foreign else ("Q4_0",):
         made = original(case, form)
         write(tmp_path / "model.gguf", case, made, form, foreign)
-        assert hybrids.far(logits(gguf.load(tmp_path / "model.gguf")), logits(made)) < 2e-6, form
+        found = gguf.load(tmp_path / "model.gguf", activations="float32")
+        assert hybrids.far(logits(found), logits(made)) < 2e-6, form
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -389,30 +397,104 @@ def test_a_written_model_is_what_the_converter_writes(case, tmp_path):
     assert config.to_dict().items() >= {"vocab_size": hybrids.VOCAB, "hidden_size": made.config.hidden_size}.items()
 
 
-@pytest.mark.parametrize("form", ["Q4_K", "Q6_K", "Q5_0"])
-def test_blocks_compute_what_their_numbers_do(form, tmp_path):
-    """Of value heads in another order, and of two tensors in one parameter, with blocks that straddle heads."""
-    wide = hybrids.model(
-        "qwen3_5", **QWEN | {"hidden_size": 256, "linear_num_value_heads": 8, "intermediate_size": 256}
-    )
-    name, tensors, data = converted("qwen35", wide)
+@pytest.mark.parametrize(("case", "form"), [("qwen35", "Q4_K"), ("qwen35", "Q6_K"), ("qwen3next", "Q5_0")])
+def test_blocks_compute_what_their_numbers_do(case, form, tmp_path):
+    """Also where blocks straddle heads that change places, and two formats in one parameter."""
+    options = {"hidden_size": 256, "linear_num_value_heads": 8, "intermediate_size": 256}
+    name, tensors, data = converted(case, hybrids.model(CASES[case][0], **CASES[case][1] | options))
     draw = torch.Generator().manual_seed(1)
-    form_of = {key: form for key, t in tensors.items() if t.dim() > 1 and t.shape[-1] % 256 == 0}
-    files = {"blocks": {}, "numbers": {}}
+    files = {"blocks": formatted(tensors, "F32"), "numbers": formatted(tensors, "F32")}
     for key, t in tensors.items():
-        files["blocks"][key] = files["numbers"][key] = container.Content(tuple(t.shape), t.contiguous())
-        if key in form_of:
-            one = FORMATS[form]
-            raw = torch.randint(0, 256, (len(t), t.shape[1] // one.block, one.size), dtype=torch.uint8, generator=draw)
-            scales = {"Q4_K": (0, 2), "Q6_K": (208,), "Q5_0": (0,)}[form]
-            for at in scales:
-                raw[..., at : at + 2] = torch.tensor([1e-4 if "K" in form else 1e-2]).half().view(torch.uint8)
-            blocks = Blocks(raw.flatten(1), form, t.shape[1])
-            files["blocks"][key] = container.Content(tuple(t.shape), blocks)
-            files["numbers"][key] = container.Content(tuple(t.shape), dequantize(blocks))
+        kind = "Q8_0" if "attn_gate" in key else form
+        one = FORMATS[kind]
+        if t.dim() != 2 or t.shape[-1] % 256:
+            continue
+        raw = torch.randint(0, 256, (len(t), t.shape[1] // one.block, one.size), dtype=torch.uint8, generator=draw)
+        for at in {"Q4_K": (0, 2), "Q6_K": (208,)}.get(kind, (0,)):
+            raw[..., at : at + 2] = torch.tensor([1e-4 if "K" in kind else 1e-3]).half().view(torch.uint8)
+        blocks = Blocks(raw.flatten(1), kind, t.shape[1])
+        files["blocks"][key] = container.Content(tuple(t.shape), blocks)
+        files["numbers"][key] = container.Content(tuple(t.shape), dequantize(blocks))
     found = {}
     for which, content in files.items():
         container.write(tmp_path / f"{which}.gguf", {"general.architecture": name} | data, content)
-        found[which] = logits(gguf.load(tmp_path / f"{which}.gguf"))
-    assert form_of
-    assert hybrids.far(found["blocks"], found["numbers"]) < 2e-4
+        found[which] = logits(gguf.load(tmp_path / f"{which}.gguf", activations="float32"))
+    assert hybrids.far(found["blocks"], found["numbers"]) < 1e-5
+
+
+def test_what_is_not_read_is_refused_by_name(tmp_path):
+    path, bad = tmp_path / "model.gguf", tmp_path / "bad.gguf"
+    gguf.save(original("mamba2"), path)
+    good, file = path.read_bytes(), container.Container(path)
+    data, tensors = (
+        file.metadata,
+        {key: container.Content(one.shape, file.read(key)) for key, one in file.tensors.items()},
+    )
+    name = "blk.0.ssm_in.weight"
+    at = good.index(name.encode()) + len(name) + 4 + 16  # of its type, after the dimensions
+    end = good.index(b"mamba2.ssm")
+
+    def written(**entries):
+        changed = {key.replace("__", "."): value for key, value in entries.items()}
+        return b"".join(container.pieces(data | changed, tensors))
+
+    def without(*names):
+        kept = {key: one for key, one in tensors.items() if key not in names}
+        return b"".join(container.pieces(data, kept | {f"{one}.x": tensors[one] for one in names[1:]}))
+
+    for content, why in (
+        (b"", "0 bytes"),
+        (b"PK" + good[2:], "not a GGUF file"),
+        (good[:4] + struct.pack(">I", 3) + good[8:], "big-endian"),
+        (good[:4] + struct.pack("<I", 1) + good[8:], "version is 1"),
+        (good[:8] + struct.pack("<Q", 1 << 60) + good[16:], "tensors do not fit"),
+        (good[: len(good) // 2], "takes .* bytes|cut"),
+        (good[:at] + struct.pack("<I", 20) + good[at + 4 :], "IQ4_NL"),
+        (good[:at] + struct.pack("<I", 77) + good[at + 4 :], "the number 77"),
+        (good[: at - 8] + struct.pack("<Q", 1 << 62) + good[at:], "takes"),
+        (good[: at + 4] + struct.pack("<Q", 0) + good[at + 12 :], "overlap"),
+        (good[:end] + b"\xff" + good[end + 1 :], "UTF-8"),
+        (written(general__architecture="llama"), "llama.*supported are mamba"),
+        (written(general__alignment=3), "alignment"),
+        (written(mamba2__block_count=1 << 40), "block_count"),
+        (written(mamba2__ssm__inner_size=65), "not a multiple"),
+        (written(mamba2__rope__scaling__type="yarn"), "yarn"),
+        (without(name), f"1 missing: {name}"),
+        (without("token_embd.weight"), "no tensor token_embd"),
+        (without("blk.1.ssm_d", "blk.0.ssm_d"), "1 unexpected: blk.0.ssm_d.x"),
+        (written(mamba2__ssm__state_size=13), "another shape"),
+    ):
+        bad.write_bytes(content)
+        with pytest.raises(ValueError, match=why) as error:
+            gguf.load(bad)
+        assert str(bad) in str(error.value)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ValueError, match="No such file"):
+        gguf.load(tmp_path / "none.gguf")
+    with pytest.raises(ValueError, match="llama cannot be written"):
+        gguf.save(type("Model", (), {"config": type("Config", (), {"model_type": "llama"})})(), path)
+    with pytest.raises(ValueError, match="equal distances"):
+        gguf.save(hybrids.model("qwen3_5", **QWEN | {"layer_types": ["full_attention", "linear_attention"]}), path)
+
+
+@pytest.mark.parametrize("pre", ["qwen35", "refact", "llama-bpe", "gpt-4o"])
+def test_a_tokenizer_is_read_and_written(pre):
+    letters = tokenization.byte_letters()
+    data = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": [*letters, "<s>", "<t>", "th", "Ġth", "12", "'s"],
+        "tokenizer.ggml.token_type": [1] * 256 + [3, 4, 1, 1, 1, 1],
+        "tokenizer.ggml.merges": ["t h", "Ġ th", "1 2", "' s"],
+        "tokenizer.ggml.bos_token_id": 256,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    content = tokenizer.read(data)
+    made = tokenization.encoder(content, special=True)
+    found = tokenization.encode(made, ["th th 12's<t>"], special=True)[0]
+    digits = [letters["1"], letters["2"]] if pre in ("qwen35", "refact") else [260]
+    assert found == [256, 258, 259, made.token_to_id("Ġ"), *digits, 261, 257]
+    assert tokenizer.write(content, 262) == data
+    for entry, value in (("model", "llama"), ("pre", "default"), ("tokens", ["a", "a"]), ("merges", ["a"])):
+        with pytest.raises(ValueError, match=entry if entry != "tokens" else "different tokens"):
+            tokenizer.read(data | {f"tokenizer.ggml.{entry}": value})

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .container import Container
-from .models import load, save
+from .models import WEIGHTS, load, save
 from .tokenizer import read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["is_file", "load", "load_tokenizer", "read_tokenizer", "save"]
+__all__ = ["WEIGHTS", "is_file", "load", "load_tokenizer", "read_tokenizer", "save"]
 
 
 def is_file(source: str | os.PathLike[str]) -> bool:

@@ -1,6 +1,7 @@
 """Models of transformers from GGUF files, and GGUF files from them."""
 
 import functools
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -13,20 +14,26 @@ from torch import Tensor, nn
 from ..._utils.optional_deps import need
 from ..._utils.spec import known
 from ..._utils.typecheck import format_value
-from ...ops.quantized.formats import Blocks, dequantize, quantize
+from ...modules.quantized import Quantized, QuantizedEmbedding, QuantizedLinear
+from ...ops.quantized.formats import FORMATS, Blocks, dequantize, quantize
 from .architectures import ARCHITECTURES, REQUIRED, Architecture, Entries, Row
+from .blocks import Experts, Reordered, quantized
 from .container import Container, Content, Place, write
+from .tokenizer import write as write_tokenizer
 
 # Formats of weights in files that are written, and their number in the metadata.
 WEIGHTS = {"f32": 0, "f16": 1, "q8_0": 7, "q4_0": 2}
 _SPECIAL = {"bos_token_id": "bos_token_id", "eos_token_id": "eos_token_id", "padding_token_id": "pad_token_id"}
 
 
-def load(path: str | os.PathLike[str]) -> Any:
-    """Load the model of a GGUF file, with its weights in the blocks of the file.
+def load(path: str | os.PathLike[str], *, activations: str = "int16") -> Any:
+    """Load the model of a GGUF file.
+
+    Weights in blocks stay in blocks, which products read as they are; others become float32. They are frozen.
 
     Args:
         path: The file, of an architecture in ``ARCHITECTURES``.
+        activations: Those of products with blocks, as in ``longspan.quantized_linear``.
 
     Returns:
         A model of transformers under ``accelerate``, or of flash-linear-attention, in evaluation mode in float32.
@@ -49,7 +56,7 @@ def load(path: str | os.PathLike[str]) -> Any:
         }
         with bounded(None, sizes), torch.device("meta"):
             model = _model(config)
-        _fill(model, container, architecture)
+        _fill(model, container, architecture, activations)
         if architecture.kind != "rwkv7":
             accelerate(model)
     return model.eval()
@@ -123,7 +130,11 @@ def _parameters(model: Any, architecture: Architecture) -> Iterator[tuple[str, T
     """
     name = next(name for name, one in ARCHITECTURES.items() if one is architecture)
     tied = model.config.tie_word_embeddings
-    for ours, parameter in model.named_parameters():
+    for part in model.modules():
+        if isinstance(part, Experts | Reordered):
+            raise ValueError("a model with blocks of a file in another order cannot be written")
+    blocks = ((f"{ours}.weight", m.dequantize()) for ours, m in model.named_modules() if isinstance(m, Quantized))
+    for ours, parameter in itertools.chain(model.named_parameters(), blocks):
         if tied and ours == "lm_head.weight":
             continue
         layer = re.search(r"\.(\d+)\.", ours)
@@ -150,7 +161,7 @@ def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(size for size in shape if size != 1)
 
 
-def _fill(model: Any, container: Container, architecture: Architecture) -> None:
+def _fill(model: Any, container: Container, architecture: Architecture, activations: str) -> None:
     """Give a model on the meta device the weights of a file."""
     config, missing, odd = model.config, [], []
     found, used = [], set(architecture.copies)
@@ -179,16 +190,40 @@ def _fill(model: Any, container: Container, architecture: Architecture) -> None:
     }
     if problems := [f"{len(names)} {what}: {', '.join(names[:3])}" for what, names in parts.items() if names]:
         raise ValueError(f"the tensors do not fit the model; {'; '.join(problems)}")
+    experts: dict[str, list[str]] = {}
+    for ours, _, _, theirs in found:
+        if (owner := ours.rpartition(".")[0]).endswith(".experts"):
+            experts.setdefault(owner, []).extend(theirs)
+    in_blocks = {name for name, one in container.tensors.items() if one.kind in FORMATS}
+    experts = {owner: names for owner, names in experts.items() if in_blocks.issuperset(names)}
     for ours, parameter, row, theirs in found:
         owner, _, leaf = ours.rpartition(".")
         module = model.get_submodule(owner)
-        weight = _numbers(container, row, theirs, tuple(parameter.shape), config)
-        setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
+        if owner in experts:
+            continue
+        if leaf == "weight" and isinstance(module, nn.Linear | nn.Embedding) and in_blocks.issuperset(theirs):
+            given: list[Any] = [container.read(one) for one in theirs]
+            _put(model, owner, quantized(module, given, row, config, activations))
+        else:
+            weight = _numbers(container, row, theirs, tuple(parameter.shape), config)
+            setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
+    for owner, names in experts.items():
+        module, given = model.get_submodule(owner), [container.read(one) for one in names]
+        _put(model, owner, Experts(given, module.num_experts, module.act_fn, activations))
     for owner, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
-            parent, _, leaf = owner.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, type(module)(config))
-    model.tie_weights()
+            _put(model, owner, type(module)(config))
+    if config.tie_word_embeddings:
+        words = model.get_input_embeddings()
+        if isinstance(words, QuantizedEmbedding):
+            model.lm_head = QuantizedLinear(words.packed, activations=activations)
+        else:
+            model.lm_head.weight = words.weight
+
+
+def _put(model: Any, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(parent), leaf, module)
 
 
 def _numbers(container: Container, row: Row, theirs: list[str], shape: tuple[int, ...], config: Any) -> Tensor:
@@ -210,7 +245,7 @@ def _dense(t: Tensor | Blocks, place: Place) -> Tensor:
 
 
 def save(
-    model: Any, path: str | os.PathLike[str], *, weights: str = "f32", tokenizer: Mapping[str, Any] | None = None
+    model: Any, path: str | os.PathLike[str], *, weights: str = "f32", tokenizer: str = "", template: str = ""
 ) -> None:
     """Write a model of transformers, or RWKV-7 of flash-linear-attention, as a GGUF file.
 
@@ -219,7 +254,8 @@ def save(
         path: The file; an existing one is replaced.
         weights: The format of the weights of linear layers, embeddings and experts: ``f32``, ``f16``, ``q8_0`` or
             ``q4_0``. Others, and rows whose size is not a multiple of 32, stay in float32.
-        tokenizer: Entries of metadata.
+        tokenizer: The content of its ``tokenizer.json``, or "".
+        template: Its chat template, or "".
 
     Raises:
         OSError: The file cannot be written.
@@ -248,7 +284,9 @@ def save(
             metadata[f"{name}.{one.key}"] = getattr(config, one.field) if one.write is None else one.write(config)
     tokens = {f"tokenizer.ggml.{key}": getattr(config, field, None) for key, field in _SPECIAL.items()}
     tokens = {key: value[0] if isinstance(value, list) else value for key, value in tokens.items()}
-    metadata |= {key: value for key, value in tokens.items() if value is not None} | dict(tokenizer or {})
+    metadata |= {key: value for key, value in tokens.items() if value is not None}
+    if tokenizer:
+        metadata |= write_tokenizer(tokenizer, model.get_input_embeddings().num_embeddings, template)
     write(Path(os.path.abspath(path)), metadata, _contents(model, architecture, weights))
 
 
@@ -279,7 +317,7 @@ def _is_wide(model: Any, ours: str) -> bool:
     owner, _, leaf = ours.rpartition(".")
     module = model.get_submodule(owner)
     return "lora" not in ours and (
-        (leaf == "weight" and isinstance(module, nn.Linear | nn.Embedding)) or owner.endswith("experts")
+        (leaf == "weight" and isinstance(module, nn.Linear | nn.Embedding | Quantized)) or owner.endswith("experts")
     )
 
 
