@@ -61,6 +61,8 @@ class Reordered(nn.Module):
 
     def __init__(self, maps: Sequence[nn.Module], outputs: Tensor | None, inputs: Tensor | None):
         super().__init__()
+        self.outputs: Tensor | None
+        self.inputs: Tensor | None
         self.maps = nn.ModuleList(maps)
         self.register_buffer("outputs", outputs, persistent=False)
         self.register_buffer("inputs", inputs, persistent=False)

@@ -94,7 +94,7 @@ class Container:
             # Private to this process, so that torch accepts it; nothing writes to it.
             self._bytes = np.memmap(file, np.uint8, "c")
         # Slices of it take a tenth of the time.
-        self._view = memoryview(self._bytes)
+        self._view = self._bytes.data
         self._at = 0
         self._read()
 
@@ -252,7 +252,7 @@ def pieces(metadata: Mapping[str, Any], tensors: Mapping[str, Content]) -> Itera
         yield piece
         yield bytes(-len(piece) % ALIGNMENT)
         data = one.data.data if isinstance(one.data, Blocks) else one.data.detach().cpu()
-        piece = memoryview(data.contiguous().view(torch.uint8).numpy()).cast("B")
+        piece = data.contiguous().view(torch.uint8).numpy().data.cast("B")
     yield piece
     yield bytes(-len(piece) % ALIGNMENT)
 

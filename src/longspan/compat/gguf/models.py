@@ -202,14 +202,14 @@ def _fill(model: Any, container: Container, architecture: Architecture, activati
         if owner in experts:
             continue
         if leaf == "weight" and isinstance(module, nn.Linear | nn.Embedding) and in_blocks.issuperset(theirs):
-            given: list[Any] = [container.read(one) for one in theirs]
-            _put(model, owner, quantized(module, given, row, config, activations))
+            blocks: list[Any] = [container.read(one) for one in theirs]
+            _put(model, owner, quantized(module, blocks, row, config, activations))
         else:
             weight = _numbers(container, row, theirs, tuple(parameter.shape), config)
             setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
     for owner, names in experts.items():
-        module, given = model.get_submodule(owner), [container.read(one) for one in names]
-        _put(model, owner, Experts(given, module.num_experts, module.act_fn, activations))
+        module, blocks = model.get_submodule(owner), [container.read(one) for one in names]
+        _put(model, owner, Experts(blocks, module.num_experts, module.act_fn, activations))
     for owner, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             _put(model, owner, type(module)(config))

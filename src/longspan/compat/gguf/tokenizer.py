@@ -61,7 +61,7 @@ def read(metadata: Mapping[str, Any]) -> str:
     types = metadata.get("tokenizer.ggml.token_type", ())
     if len(set(tokens)) != len(tokens) or not hasattr(types, "__len__") or len(types) not in (0, len(tokens)):
         raise ValueError(f"its tokenizer must have {len(tokens):,} different tokens and as many types")
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    pairs: list[Any] = [tuple(merge.split(" ")) for merge in merges]
     if odd := next((merge for merge, pair in zip(merges, pairs, strict=True) if len(pair) != 2), None):
         raise ValueError(f"its tokenizer.ggml.merges has {format_value(odd)}, which must be two tokens")
     vocab = {token: number for number, token in enumerate(tokens)}
