@@ -9,6 +9,7 @@ References:
 
 import itertools
 import math
+import mmap
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -110,6 +111,11 @@ class Container:
             return torch.from_numpy(data).view(FLOATS[place.kind][1]).view(place.shape)
         width = place.shape[-1]
         return Blocks(torch.from_numpy(data).view(math.prod(place.shape[:-1]), -1), place.kind, width)
+
+    def release(self) -> None:
+        """Let the system take back the memory of tensors that were read; they can be read again."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._bytes._mmap.madvise(mmap.MADV_DONTNEED)  # pyright: ignore[reportAttributeAccessIssue] (missing in the stubs)
 
     def _read(self) -> None:
         if self._take(4) != MAGIC:

@@ -207,6 +207,7 @@ def _fill(model: Any, container: Container, architecture: Architecture, activati
         else:
             weight = _numbers(container, row, theirs, tuple(parameter.shape), config)
             setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
+        container.release()
     for owner, names in experts.items():
         module, blocks = model.get_submodule(owner), [container.read(one) for one in names]
         _put(model, owner, Experts(blocks, module.num_experts, module.act_fn, activations))
