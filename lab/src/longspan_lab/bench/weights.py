@@ -14,9 +14,9 @@ import longspan
 from longspan._utils.machine import machine
 from longspan._utils.spec import known
 from longspan.generation.native_decoder import Engine
-from longspan.ops.quantized import formats, pack
-from longspan.ops.quantized.operands import ACTIVATIONS
-from longspan.ops.quantized.packing import rows as unpacked
+from longspan.ops.quantized import formats, multiply, pack
+from longspan.ops.quantized.operands import ACTIVATIONS, Map
+from longspan.ops.quantized.packing import Packed
 
 from .._utils.tables import Table, duration
 from . import case
@@ -111,20 +111,19 @@ def _products(options: Options, count: int) -> dict[str, Product]:
         form = formats.FORMATS[known(name, formats.FORMATS, "format of blocks")]
         if form.write is None:
             # Bytes below 60, so that no float16 number is large.
-            data = torch.randint(
-                60, (options.outputs, form.row_bytes(options.inputs)), dtype=torch.uint8, generator=generator
+            shape = options.outputs, form.row_bytes(options.inputs)
+            blocks = formats.Blocks(
+                torch.randint(60, shape, dtype=torch.uint8, generator=generator), name, options.inputs
             )
-            packed = pack(formats.Blocks(data, name, options.inputs))
         else:
-            packed = pack(formats.quantize(weight, name))
-        exact, parts = unpacked(packed, 0, options.outputs), (packed.quants, packed.scales, packed.factors)
+            blocks = formats.quantize(weight, name)
+        packed, exact = pack(blocks), formats.dequantize(blocks)
         for activations in ACTIVATIONS:
 
-            def call(*parts: Tensor, packed: Any = packed, activations: str = activations) -> Tensor:
-                own = packed._replace(quants=parts[0], scales=parts[1], factors=parts[2])
-                return longspan.quantized_linear(x, own, activations=activations)
+            def call(*parts: Tensor, packed: Packed = packed, activations: str = activations) -> Tensor:
+                return multiply(Map(x, None, *parts, *packed[3:], activations))
 
-            found[f"{name} {activations}"] = _product(call, parts, exact, x, activations, options)
+            found[f"{name} {activations}"] = _product(call, packed[:3], exact, x, activations, options)
     return found
 
 
