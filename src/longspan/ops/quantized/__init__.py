@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..._utils.spec import known
 from ..arguments import describe
-from ..backends import choose_backend
+from ..backends import choose_backend, is_forced, log_backend
 from ..custom_ops import register
 from ..operands import same_device, transformed
 from . import composed, native
@@ -81,10 +81,12 @@ def check_packed(weight: Packed) -> None:
 
 def multiply(r: Map) -> Tensor:
     """``quantized_linear`` without checks."""
-    if torch.compiler.is_compiling() or (r.x.requires_grad and torch.is_grad_enabled()):
+    grows = torch.is_grad_enabled() and (r.x.requires_grad or (r.bias is not None and r.bias.requires_grad))
+    if torch.compiler.is_compiling() or grows:
         return _forward(*r)
-    if r.bias is not None and r.bias.requires_grad and torch.is_grad_enabled():
-        return _forward(*r)
+    if not is_forced() and (y := native.step(r)) is not None:
+        log_backend(OP, "native")
+        return y
     return composed.attend(r) if transformed() else _computed(*r)
 
 

@@ -5,9 +5,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from ..native import call
+from ..native import build, call
 from ..native.build.openmp import threads
-from ..native.call import HALVES, available, check_allocated, kernels, pointers
+from ..native.call import HALVES, available, check_allocated, kernels, pointers, readable
 from .operands import Map
 
 # As in native/quantized/product.h.
@@ -28,15 +28,23 @@ def why_not(r: Map) -> str:
     return "" if available("quantized/forward") else "they could not be compiled"
 
 
+def step(r: Map) -> Tensor | None:
+    """``attend`` if the kernels serve the call and are loaded, else None. It is written for speed."""
+    if r.format not in FORMATS or not readable(r.x, dtype=None) or not r.x.numel() or not r.outputs:
+        return None
+    return attend(r) if build.loaded("quantized/forward") is not None and r.quants.is_cpu else None
+
+
 def attend(r: Map) -> Tensor:
     """y (...,N). An output has the same bits for any number of threads and whatever rows are computed with it."""
-    x = r.x.detach().float().contiguous()
-    bias = None if r.bias is None else r.bias.detach().float().contiguous()
-    y = torch.empty(*x.shape[:-1], r.outputs, dtype=torch.float32, device="cpu")
-    quants, scales, factors = (t.contiguous() for t in (r.quants, r.scales, r.factors))
-    sizes = x.numel() // r.inputs, r.inputs, r.outputs, FORMATS[r.format], ACTIVATIONS[r.activations]
-    failed = kernels("quantized/forward").longspan_quantized_forward(
-        *pointers(x, quants, scales, factors, bias, y), (ctypes.c_long * 5)(*sizes), threads()
-    )
+    x, bias, quants, scales, factors, format, outputs, inputs, activations = r
+    if x.dtype != torch.float32 or x.is_neg() or not x.is_contiguous():
+        x = x.detach().float().resolve_neg().contiguous()
+    bias = None if bias is None else bias.detach().float().resolve_neg().contiguous()
+    # The kernel's output, independent of torch's default dtype and device.
+    y = torch.empty((*x.shape[:-1], outputs), dtype=torch.float32, device="cpu")
+    sizes = (ctypes.c_long * 5)(x.numel() // inputs, inputs, outputs, FORMATS[format], ACTIVATIONS[activations])
+    weight = [t.contiguous() for t in (quants, scales, factors)]
+    failed = kernels("quantized/forward").longspan_quantized_forward(*pointers(x, *weight, bias, y), sizes, threads())
     check_allocated(failed, "activations")
-    return y.to(r.x.dtype)
+    return y if r.x.dtype == torch.float32 else y.to(r.x.dtype)

@@ -18,6 +18,7 @@ enum Format { plain = 0, q8_0 = 1, q4_0 = 2, q4_k = 3, q6_k = 4 };  // as in ops
 enum Activations { int16 = 0, int8 = 1, float32 = 2 };
 constexpr long GROUP = 16, CELL = 32, CHUNK = 64, SCALES = 32, SUPER = 8;
 constexpr int P = GROUP / W;   // vectors of rows in a group
+constexpr long AHEAD = 4096;  // bytes: a page, at whose end processors stop to prefetch themselves
 constexpr int TOGETHER = 4;  // rows of activations that are multiplied together
 constexpr float LARGEST = 32639.0f;  // of int16: 127 * 256 + 127, so that both bytes are signed
 
@@ -260,6 +261,13 @@ struct Sum<FORMAT, limbs> {
 };
 #endif
 
+// Prefetches a cell that is needed later: a fifth faster for one row (`longspan bench weights`).
+template <int FORMAT>
+inline void ahead(const std::uint8_t* q) {
+#pragma GCC unroll 8
+    for (long i = 0; i < cell_bytes(FORMAT); i += CHUNK) __builtin_prefetch(q + AHEAD + i);
+}
+
 // ROWS rows of prepared activations, ``cells`` each, times VECTORS vectors of rows of a group from row ``from`` on.
 template <int FORMAT, int ACTIVATIONS, int ROWS, int VECTORS>
 inline void integers(const Weight& w, long group, long from, const Cell* x, vec (&out)[ROWS][VECTORS]) {
@@ -271,6 +279,7 @@ inline void integers(const Weight& w, long group, long from, const Cell* x, vec 
     for (long b = 0; b < cells; ++b, q += cell_bytes(FORMAT), s += SCALES) {
         typedef Sum<FORMAT, storage_of(FORMAT, ACTIVATIONS)> S;
         S one[ROWS][VECTORS], two[in_halves(FORMAT) ? ROWS : 1][VECTORS];
+        ahead<FORMAT>(q);
 #pragma GCC unroll 4
         for (int c = 0; c < 4; ++c)
 #pragma GCC unroll 2
@@ -316,6 +325,7 @@ inline void floats(const Weight& w, long group, long from, const Cell* x, vec (&
     const float16* super = w.factors + group * (cells / SUPER) * supers + from;
     s += step * from;
     for (long b = 0; b < cells; ++b, q += cell_bytes(FORMAT), s += SCALES) {
+        ahead<FORMAT>(q);
 #pragma GCC unroll 4
         for (int v = 0; v < VECTORS; ++v) {
             vec first, second;
