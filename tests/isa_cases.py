@@ -13,6 +13,8 @@ import longspan
 from longspan import Decoder, DecoderConfig, backend
 from longspan.generation.native_decoder import Engine
 from longspan.ops.native import build
+from longspan.ops.quantized import formats, pack
+from longspan.ops.quantized.native import ACTIVATIONS, FORMATS
 
 BATCH, TOKENS, CHANNELS = 2, 70, 37
 THREADS = (1, 2)
@@ -66,6 +68,27 @@ def pattern(n, draw):
     return call, {part: draw(BATCH, 2, n, 37 if part != "value" else 21) for part in ("query", "key", "value")}
 
 
+def quantized(n, draw):
+    """Every format and kind of activations, which are integers, so that they are rounded alike in any precision."""
+    x = (40 * draw(BATCH, n, 512)).round().clamp(-127, 127)
+    x[..., ::32] = 127.0
+    # Bytes below 120, so that no float16 number of them is infinity or NaN.
+    raw = (60 * draw(len(FORMATS), 37, 544)).long() % 120
+    sizes = {name: formats.FORMATS[name].row_bytes(512) for name in FORMATS}
+    weights = [
+        pack(formats.Blocks(data[:, :size].byte(), name, 512))
+        for data, (name, size) in zip(raw, sizes.items(), strict=True)
+    ]
+
+    def call(x):
+        found = [longspan.quantized_linear(x, w, activations=kind) for w in weights for kind in ACTIVATIONS]
+        # Divided by powers of two, so that errors of each count, and bfloat16 gradients are not rounded again.
+        wide = [y.to(torch.promote_types(y.dtype, torch.float32)) for y in (found[0], *(y.detach() for y in found[1:]))]
+        return torch.cat([y / 2 ** y.detach().abs().max().log2().ceil() for y in wide], -1)
+
+    return call, {"x": x}
+
+
 # By family; the decode kernels run whole models.
 CALLS = {
     "linear": (linear,),
@@ -74,6 +97,7 @@ CALLS = {
     "convolution": (convolution,),
     "scan": (diagonal, selective),
     "pattern": (pattern,),
+    "quantized": (quantized,),
 }
 
 

@@ -3,12 +3,14 @@
 from . import patterns, states, testing
 from .attention import Attention, build, list_mechanisms, mechanism_examples
 from .attention.multihead import MultiheadAttention
+from .compat.load import load
 from .generation.beam_search import beam_search
 from .generation.sampling import generate, log_likelihood
-from .models.checkpoint import load, save
+from .models.checkpoint import save
 from .models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig, StackConfig, TranscriberConfig
 from .models.decoder import Decoder
 from .models.encoder import Encoder
+from .models.quantization import quantize
 from .models.seq2seq import Seq2Seq
 from .models.stacks import Stack
 from .models.transcriber import Transcriber
@@ -19,6 +21,7 @@ from .ops.cross_entropy import linear_cross_entropy
 from .ops.gated import decay_attention, delta_rule
 from .ops.gated.general import general_delta_rule
 from .ops.linear import linear_attention
+from .ops.quantized import quantized_linear
 from .ops.scan import diagonal_scan, selective_scan
 from .ops.sparse import sparse_attention
 from .testing import check_attention
@@ -57,6 +60,8 @@ __all__ = [
     "log_likelihood",
     "mechanism_examples",
     "patterns",
+    "quantize",
+    "quantized_linear",
     "save",
     "selective_scan",
     "sparse_attention",

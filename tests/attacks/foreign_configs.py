@@ -91,7 +91,7 @@ def _attack(good: Path, place: Path, way: Callable[[Path, random.Random], None],
                 fla.load(place)
             elif place.name == "longspan":
                 on_cpu.LongspanForCausalLM.from_pretrained(place)
-            elif hub.is_folder(str(place)):
+            elif hub.is_foreign(str(place)):
                 hub.load(str(place))
     except TooLong as error:
         return str(error)

@@ -258,6 +258,21 @@ def test_convolution(capsys):
     assert "float32, 3 rows" in out
 
 
+def test_weights(capsys):
+    words = "--inputs 256 --outputs 96 --rows 1,3 --formats Q8_0,Q4_K --megabytes 1 --depth 1 --batches 2"
+    out, result = ran(capsys, "weights", *words.split())
+    rows = {(row["what"], row["rows"], row["candidate"]): row for row in result["rows"]}
+    own = [f"{form} {kind}" for form in ("Q8_0", "Q4_K") for kind in ("int16", "int8", "float32")]
+    expected = {("product", n, name) for n in (1, 3) for name in ("read", "float32", "bfloat16", *own)}
+    models = ("float32", "bfloat16", "int8 int16", "int4 int16", "int4 int8")
+    assert set(rows) == expected | {("decoder", 2, name) for name in models}
+    read, one = rows["product", 3, "read"], rows["product", 3, "Q8_0 int16"]
+    assert one["of_read"] == pytest.approx(one["GB_per_second"] / read["GB_per_second"])
+    assert 1e-7 < one["error"] < 1e-4
+    assert rows["decoder", 2, "int4 int8"]["megabytes"] < 0.3 * rows["decoder", 2, "float32"]["megabytes"]
+    assert "of read" in out
+
+
 def test_a_convolution_that_is_wrong_gets_no_figure(capsys, monkeypatch):
     monkeypatch.setitem(convolution.WAYS, "conv1d", lambda given: 1.01 * convolution.conv1d(given))
     out, result = ran(capsys, "convolution", "--length", "9", "--channels", "6", "--batches", "1")

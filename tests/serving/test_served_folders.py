@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import longspan
+from longspan.cli import entry, export
 from longspan.cli.serve import _loaded
+from longspan.compat import gguf
 from longspan.data import documents, tokenization
 from longspan.serving.text import Bytes
 from longspan.serving.tokenized import Tokenized
@@ -148,6 +150,26 @@ def test_a_hybrid_of_transformers(kind, tokenizer, tmp_path):
     on_cpu.accelerate(model)
     served(tmp_path, generated(model), capacity=60)
     assert _loaded(str(tmp_path), "")[1].ends == (tokenization.parsed(tokenizer).token_to_id(tokenization.END),)
+
+
+def test_a_gguf_file(tokenizer, tmp_path):
+    hybrids.served("mamba2")
+    if hybrids.version() < (5, 24):
+        pytest.skip("pools map caches from transformers 5.24 on")
+    vocab = tokenization.vocab_of(tokenization.parsed(tokenizer))
+    hybrids.model("mamba2", vocab_size=vocab + 3).save_pretrained(tmp_path / "hub")
+    tokenization.write_files(tmp_path / "hub", tokenizer)
+    (tmp_path / "hub" / "chat_template.jinja").write_text("{{ messages[0].content }}!", encoding="utf-8")
+    file = tmp_path / "model.gguf"
+    assert entry.main(["export", str(tmp_path / "hub"), str(file), "--gguf", "--weights", "q8_0"]) == 0
+    served(file, generated(longspan.load(file)), capacity=60)
+    # One of transformers, with the template.
+    found = gguf.load_tokenizer(file)
+    assert found.apply_chat_template([{"content": TEXT}], tokenize=False) == f"{TEXT}!"
+    assert found(TEXT).input_ids == tokenization.parsed(tokenizer).encode(TEXT).ids
+    for options, why in ((("--weights", "q8_0"), "--gguf"), (("--gguf", "--weights", "q3"), "q4_0")):
+        with pytest.raises(ValueError, match=why):
+            export.run(export.parser().read([str(tmp_path / "hub"), str(tmp_path / "x"), *options]))
 
 
 def test_special_tokens_of_a_folder_are_added(tokenizer, tmp_path):

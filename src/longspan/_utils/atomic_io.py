@@ -17,7 +17,7 @@ import secrets
 import selectors
 import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from io import BufferedReader
 from pathlib import Path
 from typing import BinaryIO, TypeVar
@@ -162,8 +162,12 @@ def named(path: Path) -> Iterator[None]:
         raise
 
 
-def write(path: Path, content: bytes) -> None:
+def write(path: Path, content: bytes | Iterable[bytes | memoryview]) -> None:
     """Write a file atomically: it has its old content or the new one, never a part. Links are replaced.
+
+    Args:
+        path: The file.
+        content: Its content, or pieces of it.
 
     Raises OSError, which names the file, if it cannot be written or ``check_output`` rejects it. The old content stays.
     """
@@ -174,7 +178,7 @@ def write(path: Path, content: bytes) -> None:
         temporary, descriptor = _claim(path, lambda made: os.open(made, flags, 0o666))
         try:
             with open(descriptor, "wb") as file:
-                file.write(content)
+                file.writelines([content] if isinstance(content, bytes) else content)
                 file.flush()
                 os.fsync(descriptor)
                 if os.name == "nt":  # where no open file can be renamed

@@ -1,5 +1,6 @@
-"""``longspan export``: export a trained decoder to ONNX."""
+"""``longspan export``: export a trained decoder to ONNX, or a model of transformers to GGUF."""
 
+import os
 from pathlib import Path
 
 from .parser import MODEL, Parser, make, model_help
@@ -11,12 +12,14 @@ def parser() -> Parser:
         "Export a trained decoder to one ONNX graph for prefill and decode steps, with dynamic batch size and length. "
         "Each recurrent layer becomes one LinearAttention node. The file is written only after the outputs of "
         "onnxruntime match those of the model. The tokenizer of a model that has one is written next to it, as "
-        "NAME.tokenizer.json.",
+        "NAME.tokenizer.json.\n\nWith --gguf, write a hybrid or recurrent model of transformers, such as one that was "
+        "fine-tuned, as a GGUF file, which longspan and llama.cpp read.",
         "longspan export runs/digits digits.onnx",
         "longspan export mnist mnist.onnx --domain ai.onnx",
+        "longspan export tuned-qwen tuned.gguf --gguf --weights q8_0",
     )
     parser.add_argument("folder", type=str, metavar=MODEL, help=model_help("mnist, text"))
-    parser.add_argument("file", type=str, metavar="FILE", help="the ONNX file to write; an existing file is replaced")
+    parser.add_argument("file", type=str, metavar="FILE", help="the file to write; an existing file is replaced")
     parser.add_argument(
         "--domain",
         type=str,
@@ -25,10 +28,48 @@ def parser() -> Parser:
         help="operator domain of LinearAttention: com.microsoft, which onnxruntime has a kernel for, or ai.onnx, the "
         "standard",
     )
+    parser.add_argument(
+        "--gguf",
+        action="store_true",
+        help="write a GGUF file; MODEL is a folder that save_pretrained of transformers has written",
+    )
+    parser.add_argument(
+        "--weights",
+        type=str,
+        default="f32",
+        metavar="FORMAT",
+        help="format of the weights in a GGUF file: f32, f16, q8_0 or q4_0",
+    )
     return parser
 
 
 def run(args) -> int:
+    return _to_gguf(args) if args.gguf else _to_onnx(args)
+
+
+def _to_gguf(args) -> int:
+    from .._utils import atomic_io
+    from .._utils.spec import known
+    from ..compat import gguf
+    from ..serving import hub
+
+    if args.domain != "com.microsoft":
+        raise ValueError("--domain is an option of ONNX files; leave it out with --gguf")
+    atomic_io.check_output(Path(os.path.abspath(args.file)))
+    if gguf.is_file(args.folder) or not hub.is_foreign(args.folder):
+        raise ValueError(f"{args.folder} has no config.json of transformers; --gguf writes models of such folders")
+    known(args.weights, gguf.WEIGHTS, "format of weights")
+    model, texts = hub.load_model(args.folder)
+    gguf.save(model, args.file, weights=args.weights, **texts)
+    print(f"{args.file}: {model.config.model_type}, weights in {args.weights}, {os.path.getsize(args.file):,} bytes")
+    if "tokenizer" not in texts:
+        print("it has no tokenizer: there is no tokenizer.json")
+    return 0
+
+
+def _to_onnx(args) -> int:
+    if args.weights != "f32":
+        raise ValueError("--weights is an option of GGUF files; pass --gguf")
     from ..compat import onnx
     from ..models import checkpoint, pretrained
     from ..models.decoder import Decoder

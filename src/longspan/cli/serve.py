@@ -25,7 +25,8 @@ def parser() -> Parser:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a run, a checkpoint, a pretrained model such as text, or a folder with a config.json of transformers",
+        help="a run, a checkpoint, a pretrained model such as text, a GGUF file, or a folder with a config.json of "
+        "transformers",
     )
     parser.add_argument("--host", type=str, default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=natural_int(65535), default=8000, help="port; 0 takes a free one")
@@ -181,7 +182,7 @@ def _loaded(source: str, stop: str) -> tuple[Any, Any, tuple[int, ...]]:
     from ..serving.tokenized import Tokenized
     from . import trained
 
-    if not pretrained.is_pretrained_name(source) and hub.is_folder(source):
+    if not pretrained.is_pretrained_name(source) and hub.is_foreign(source):
         return *hub.load(source, stop), ()
     model, name, *_ = trained.model(source, "", "decoder")
     if model.tokenizer:

@@ -18,10 +18,12 @@ from ..models.stacks.gates import Add
 from ..models.stacks.plain import Plain
 from ..modules.feedforward import FeedForward
 from ..modules.positions import Sinusoidal
+from ..modules.quantized import Quantized, QuantizedEmbedding, QuantizedLinear
 from ..modules.sinusoidal import sinusoid
 from ..ops.native import decode
 from ..ops.native.call import available
 from ..ops.operands import check_stored, in_memory, mark_overwritten, overlap, stored
+from ..ops.quantized.native import FORMATS
 from ..states import kv_cache
 from ..states.counters import check_counts
 from ..states.kv_cache import FixedKeyValues, KeyValues
@@ -89,20 +91,32 @@ class Engine:
         self.layouts: list[Layout] = []
         self.structures: list[Any] = []  # the stages, which live as long as their addresses
         self.layers = (decode.Layer * config.depth)(*(self._layer(block) for block in parts.stack.blocks))
-        tokens = self.weights.table(parts.embedding.tokens.weight)
-        self.rows = self.weights.kept[-1]  # the copy in self.weights
+        self.tokens: nn.Module = parts.embedding.tokens
+        scales = None
+        if isinstance(self.tokens, QuantizedEmbedding):
+            table = self.weights.quantized(self.tokens.packed, self.tokens.activations, None)
+            tokens, scales = table.weight, table.scales
+        else:
+            tokens = self.weights.table(parts.embedding.tokens.weight)
+            # The copy in self.weights, which training does not change.
+            self.tokens = nn.Embedding.from_pretrained(self.weights.kept[-1])
         table = self.weights.table(parts.embedding.table.weight) if config.positions == "learned" else None
         final = self._norm(parts.stack.norm) if config.prenorm else decode.Norm()
-        tied = config.tied
-        head = parts.embedding.tokens.weight[:-1] if tied else parts.head.weight
-        self.outputs = len(head)
+        self.outputs = config.vocab if config.tied else parts.head.weight.shape[0]
+        if config.tied and isinstance(self.tokens, QuantizedEmbedding):
+            head = self.weights.quantized(self.tokens.packed, self.tokens.activations, None, outputs=self.outputs)
+        elif config.tied:
+            head = self.weights.linear([parts.embedding.tokens.weight[:-1]], [None])
+        else:
+            head = native_mixers.linear_map(self.weights, parts.head)
         self.local = threading.local()  # ``last``: the state of this thread's last call
         self.plan = decode.Model(
             ctypes.addressof(self.layers),
             tokens,
             table,
+            scales,
             final,
-            self.weights.linear([head], [None if tied else parts.head.bias]),
+            head,
             config.depth,
             config.dim,
             config.vocab + 1,
@@ -252,7 +266,7 @@ class Engine:
 
     def _embedded(self, tokens: Tensor, position: Tensor) -> Tensor:
         """(B,K,dim) float32, the output of ``Embedding`` in eval mode, from the copy of the weights."""
-        x = nn.functional.embedding(tokens, self.rows)
+        x = self.tokens(tokens)
         kind = self.sinusoidal
         assert kind is not None
         at = position[:, None] + torch.arange(tokens.shape[1])
@@ -290,7 +304,7 @@ class Engine:
         return decode.Layer(
             self._norm(block.norm1),
             self._norm(block.norm2),
-            *(weights.linear([p.weight], [p.bias]) for p in (attention.out, forward.expand, forward.contract)),
+            *(native_mixers.linear_map(weights, m) for m in (attention.out, forward.expand, forward.contract)),
             ctypes.addressof(packed),
             len(stages),
             row.width,
@@ -315,13 +329,16 @@ PLAIN = (
     *MIXERS,
     *native_mixers.PARTS,
     nn.Linear,
+    QuantizedLinear,
     nn.Embedding,
+    QuantizedEmbedding,
     nn.LayerNorm,
     nn.RMSNorm,
     nn.Dropout,
     nn.Identity,
     nn.ModuleList,
 )
+ROWS = ("Q8_0",)  # formats of embeddings
 
 
 def _odd(name: str, module: nn.Module, known: bool) -> str:
@@ -330,6 +347,8 @@ def _odd(name: str, module: nn.Module, known: bool) -> str:
         return f"{name} is a {type(module).__name__}" if name else f"it is a {type(module).__name__}"
     if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
         return f"{name or 'it'} has hooks or a replaced forward"
+    if isinstance(module, Quantized) and module.format not in (FORMATS if type(module) is QuantizedLinear else ROWS):
+        return f"{name} has weights in the format {module.format}"
     return native_mixers.why_not(name, module) if type(module) in MIXERS else ""
 
 

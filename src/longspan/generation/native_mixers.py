@@ -1,6 +1,7 @@
 """The stages of each mixer that the decode engine supports, on a row of activations per sequence."""
 
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from ..attention.retention import Retention, RetentionRotaryState, RetentionStat
 from ..attention.softmax import Softmax
 from ..attention.ssd import SSD, SSDState
 from ..modules.norms import HeadNorm
+from ..modules.quantized import QuantizedLinear
 from ..modules.short_conv import ShortConvolution
 from ..ops.native import decode
 from ..ops.native.call import LARGEST, MAPS
@@ -68,12 +70,21 @@ class Row:
         """Let the following stages read what the stages so far have written."""
         self.waits[-1] = True
 
-    def project(self, *maps: nn.Linear | None, start: int = -1) -> list[int]:
+    def project(self, *maps: nn.Linear | QuantizedLinear | None, start: int = -1) -> list[int]:
         """Project a part, by default the input of the mixer -> the places of the results, which are adjacent."""
         places = [-1 if m is None else self.part(m.out_features) for m in maps]
-        given = [m for m in maps if m is not None]
-        packed = self.weights.linear([m.weight for m in given], [m.bias for m in given])
-        self.add(decode.Project(packed, start, next(place for place in places if place >= 0)))
+        given = [(m, place) for m, place in zip(maps, places, strict=True) if m is not None]
+        before = None
+        # Adjacent plain maps become one. Quantized ones share the input in the form that they need.
+        for kind, found in groupby(given, lambda pair: isinstance(pair[0], QuantizedLinear)):
+            run = list(found)
+            if not kind:
+                packed = self.weights.linear([m.weight for m, _ in run], [m.bias for m, _ in run])
+                self.add(decode.Project(packed, start, run[0][1]))
+            for m, place in run if kind else []:
+                how = m.format, m.activations
+                self.add(decode.Project(linear_map(self.weights, m, prepared=how == before), start, place))
+                before = how
         return places
 
     def convolve(self, mix: ShortConvolution | None, at: int, width: int, bias: Tensor | None = None) -> None:
@@ -144,6 +155,13 @@ class Row:
         activation = decode.GATES["identity" if norm.gate == "none" else norm.gate]
         centered = norm.kind == "group"
         self.add(decode.HeadNorm(weight, at, heads, size, 0, gate, activation, False, centered, norm.eps))
+
+
+def linear_map(weights: decode.Weights, m: nn.Linear | QuantizedLinear, *, prepared: bool = False) -> decode.Linear:
+    """Return a linear map of the model; ``prepared`` as in ``Weights.quantized``."""
+    if isinstance(m, QuantizedLinear):
+        return weights.quantized(m.packed, m.activations, m.bias, prepared=prepared)
+    return weights.linear([m.weight], [m.bias])
 
 
 def _linear(a: Linear, row: Row) -> tuple[int, Layout]:
@@ -264,7 +282,8 @@ def _ssd(a: SSD, row: Row) -> tuple[int, Layout]:
 def low_rank(mixer: nn.Module) -> list[nn.Module]:
     """The products of two linear maps in a mixer."""
     pairs = [mixer.decay] if isinstance(mixer, GLA) else [mixer.decay, mixer.out_gate] if isinstance(mixer, KDA) else []
-    return [p for p in pairs if type(p) is nn.Sequential and [type(part) for part in p] == [nn.Linear, nn.Linear]]
+    maps = (nn.Linear, QuantizedLinear)
+    return [p for p in pairs if type(p) is nn.Sequential and len(p) == 2 and all(type(part) in maps for part in p)]
 
 
 Build = Callable[[Any, Row], tuple[int, Layout]]

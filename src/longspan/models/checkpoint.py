@@ -32,6 +32,7 @@ from .._utils.spec import known
 from .._utils.typecheck import format_value
 from .._utils.version import VERSION
 from ..data import tokenization
+from . import quantization
 from .config import DecoderConfig, EncoderConfig, Seq2SeqConfig, TranscriberConfig
 from .decoder import Decoder
 from .encoder import Encoder
@@ -50,6 +51,8 @@ WEIGHTS, TRAINING, TOKENIZER = "model.safetensors", "training.pt", "tokenizer.js
 INDEX = ".metadata"
 # The entry of config.json that has the sha256 of the data of a training.
 DATA = "data_sha256"
+# The entry of config.json that lists the layers with weights of few bits.
+QUANTIZED = "quantized"
 
 
 def save(
@@ -122,36 +125,16 @@ def _write(
 def checked_header(model: Any, extra: Mapping[str, Any] | None) -> dict[str, Any]:
     """The entries of config.json for a model. Raises ValueError for an entry of the format in ``extra``."""
     header = {"kind": _kind(model), "config": model.config.to_dict(), "longspan": VERSION}
-    entries = ("format", *header, "files", "sha256")
+    entries = ("format", *header, QUANTIZED, "files", "sha256")
+    if layers := quantization.described(model):
+        header[QUANTIZED] = layers
     if taken := [name for name in extra or {} if name in entries]:
         raise ValueError(f"extra must not contain {taken[0]!r}; every checkpoint has the entries {', '.join(entries)}")
     return header | dict(extra or {})
 
 
 def load(folder: str | Path) -> Any:
-    """Load the model of a checkpoint, or of the best checkpoint of a training run.
-
-    The global random number generator does not change.
-
-    Args:
-        folder: A checkpoint, or the folder of a training run.
-
-    Returns:
-        A ``Decoder``, ``Encoder``, ``Seq2Seq`` or ``Transcriber`` in eval mode on the CPU.
-
-    Raises:
-        ValueError: If the folder is missing or not a checkpoint, has another format, or has a file that was changed; if
-            the weights do not fit the config, are not floating-point numbers or are NaN.
-
-    Example:
-        >>> import tempfile, longspan
-        >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     longspan.save(model, f"{folder}/model")
-        ...     again = longspan.load(f"{folder}/model")
-        >>> again.config == model.config
-        True
-    """
+    """Load the model of a checkpoint or a run; arguments and errors as in ``longspan.load``."""
     folder, header, weights, tokenizer = read(folder)
     config_class, model_class = MODEL_CLASSES[header["kind"]]
     try:
@@ -159,6 +142,7 @@ def load(folder: str | Path) -> Any:
         _look(weights, estimate_bytes(model_class, config))
         with torch.random.fork_rng(devices=[]):
             model = model_class(config)
+        quantization.restore(model, header.get(QUANTIZED, {}))
     except ValueError as error:
         raise ValueError(f"{folder / CONFIG} does not describe a {header['kind']}: {error}") from error
     _fill(model, weights, folder / WEIGHTS)

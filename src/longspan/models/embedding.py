@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from ..attention import Attention
 from ..attention.validation import real_segments
 from ..modules.positions import Learned, Sinusoidal, parse
+from ..modules.quantized import QuantizedEmbedding
 from ..modules.sinusoidal import sinusoid
 from ..ops.arguments import check_mask, check_segments
 from ..ops.operands import check_stored, same_device
@@ -67,8 +68,17 @@ class TiedHead(nn.Module):
 
     def __init__(self, tokens: nn.Embedding):
         super().__init__()
+        self.tie(tokens)
+
+    def tie(self, tokens: nn.Module) -> None:
+        """Share the weights of another embedding."""
         # In a tuple, which nn.Module does not register as a submodule.
-        self._tokens = (tokens,)
+        self._tokens: tuple[Any] = (tokens,)
+
+    @property
+    def tokens(self) -> nn.Module:
+        """The token embedding."""
+        return self._tokens[0]
 
     @property
     def weight(self) -> Tensor:
@@ -77,6 +87,8 @@ class TiedHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B,N,dim) -> (B,N,tokens-1)."""
+        if isinstance(self.tokens, QuantizedEmbedding):
+            return self.tokens.project(x)[..., :-1]
         weight = self.weight
         if weight.is_meta and not x.is_meta:
             # Offloaded weights exist only during the forward of their module.

@@ -1,12 +1,13 @@
-"""Models in folders of transformers: of longspan, of flash-linear-attention, and hybrids of transformers."""
+"""Models in GGUF files, and in folders of transformers: of longspan, of flash-linear-attention, and hybrids."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from .._utils.optional_deps import need
 from .._utils.typecheck import format_value
+from ..compat import gguf
 from ..data import tokenization
 from .adapters import why_not_type
 from .chat import Template
@@ -16,18 +17,18 @@ from .tokenized import Tokenized
 TOKENIZER = "tokenizer.json"
 
 
-def is_folder(source: str) -> bool:
-    """Return whether a folder has a ``config.json`` of transformers, which names a model type."""
-    return "model_type" in _config(Path(source))
+def is_foreign(source: str) -> bool:
+    """Return whether a source is a GGUF file, or a folder with a ``config.json`` that names a type of transformers."""
+    return gguf.is_file(source) or "model_type" in _config(Path(source))
 
 
 def load(source: str, stop: str = "") -> tuple[Any, Tokenized | Bytes | None]:
     """Load a model in evaluation mode, and its text.
 
     Args:
-        source: A folder that ``save_pretrained`` has written, of ``LongspanForCausalLM``, of a model of
-            flash-linear-attention, or of a hybrid of transformers, which is accelerated.
-        stop: A token of the tokenizer that ends a stream; "" for those that the folder's configs name.
+        source: A GGUF file, or a folder that ``save_pretrained`` has written, of ``LongspanForCausalLM``, of a model
+            of flash-linear-attention, or of a hybrid of transformers, which is accelerated.
+        stop: A token of the tokenizer that ends a stream; "" for those that the file or the folder's configs name.
 
     Returns:
         The model, and its codec: None for a decoder of ours that has no text.
@@ -37,40 +38,76 @@ def load(source: str, stop: str = "") -> tuple[Any, Tokenized | Bytes | None]:
         ValueError: The model type is not served, the folder has no tokenizer.json, or the model cannot be loaded.
     """
     need(f"the model in {source}", "transformers")
+    if gguf.is_file(source):
+        content = gguf.read_tokenizer(source)
+        model = gguf.load(source)
+        return model, Tokenized(content, ends=ends(content, stop, _numbers(model.config)), special=True)
     folder = Path(source)
     config = _config(folder)
-    kind = config["model_type"]
-    if not isinstance(kind, str):
-        raise ValueError(f"{source} has model_type {format_value(kind)}, which must be a text")
-    if kind == "longspan":
+    if config["model_type"] == "longspan":
         return _of_longspan(folder, stop)
-    from ..compat.fla import models as fla
-    from ..compat.fla.models.unserved import UNSERVED
-    from ..compat.transformers import accelerate
-
-    of_fla = kind in fla.supported()
-    if not of_fla and kind in UNSERVED:
-        raise ValueError(f"{source} has model_type {format_value(kind)}, {UNSERVED[kind]}; it is not served")
-    if not of_fla and (reason := why_not_type(kind.removesuffix("_text"))):
-        raise ValueError(f"{source} has model_type {format_value(kind)}, which is not served: {reason}")
+    build = _builder(source, config["model_type"])
     content = _tokenizer(folder)
     if not content:
         raise ValueError(
             f"{source} has no {TOKENIZER}; write it with transformers: "
             f"AutoTokenizer.from_pretrained({source!r}).save_pretrained({source!r})"
         )
-    if of_fla:
-        model = fla.load(source)
-    else:
-        from transformers import AutoModelForCausalLM
-
-        from ..compat.transformers.loading import bounded, readable
-
-        with readable(source), bounded(folder):
-            model = AutoModelForCausalLM.from_pretrained(source)
-        accelerate(model)
+    model = build()
     found = ends(content, stop, _numbers(model.generation_config, config))
     return model.eval(), Tokenized(content, ends=found, special=True, template=Template.of(folder))
+
+
+def load_model(source: str) -> tuple[Any, dict[str, str]]:
+    """Load a model of another library in evaluation mode, and the texts of its tokenizer.
+
+    Args:
+        source: As in ``load``, but of other libraries.
+
+    Returns:
+        The model, and the content of its ``tokenizer.json`` and its chat template where there are these.
+
+    Raises:
+        ImportError: transformers is not installed.
+        ValueError: The model type is not served, or the model cannot be loaded.
+    """
+    need(f"the model in {source}", "transformers")
+    folder, config = Path(source), _config(Path(source))
+    found = {"tokenizer": _tokenizer(folder)}
+    for name in ("tokenizer_config.json", "chat_template.jinja"):
+        if (folder / name).is_file():
+            text = (folder / name).read_text(encoding="utf-8")
+            found["template"] = text if name.endswith("jinja") else json.loads(text).get("chat_template")
+    texts = {name: text for name, text in found.items() if text and isinstance(text, str)}
+    return _builder(source, config.get("model_type"))().eval(), texts
+
+
+def _builder(source: str, kind: Any) -> Callable[[], Any]:
+    """Return what loads a model of another library. Raises ValueError for a type that is not served."""
+    from ..compat.fla import models as fla
+    from ..compat.fla.models.unserved import UNSERVED
+
+    if not isinstance(kind, str):
+        raise ValueError(f"{source} has model_type {format_value(kind)}, which must be a text")
+    if kind in fla.supported():
+        return lambda: fla.load(source)
+    if kind in UNSERVED:
+        raise ValueError(f"{source} has model_type {format_value(kind)}, {UNSERVED[kind]}; it is not served")
+    if reason := why_not_type(kind.removesuffix("_text")):
+        raise ValueError(f"{source} has model_type {format_value(kind)}, which is not served: {reason}")
+    return lambda: _hybrid(source)
+
+
+def _hybrid(source: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    from ..compat.transformers import accelerate
+    from ..compat.transformers.loading import bounded, readable
+
+    with readable(source), bounded(Path(source)):
+        model = AutoModelForCausalLM.from_pretrained(source)
+    accelerate(model)
+    return model
 
 
 def ends(tokenizer: str, stop: str, named: Iterable[int] = ()) -> list[int]:

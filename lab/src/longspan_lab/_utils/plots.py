@@ -221,6 +221,19 @@ def _convolution(plt: Any, result: dict[str, Any]) -> Any:
     return figure
 
 
+def _weights(plt: Any, result: dict[str, Any]) -> Any:
+    """Time by rows of products, and of decode steps."""
+    kinds = {"product": "one product", "decoder": "one token of a decoder"}
+    found = [what for what in kinds if any(row["what"] == what for row in result["rows"])]
+    figure, axes = _panels(plt, len(found))
+    looks = _looks(result)
+    for axis, what in zip(axes, found, strict=False):
+        rows = [{**row, "ms": 1e3 * row["seconds"]} for row in result["rows"] if row["what"] == what]
+        _lines(axis, rows, "rows", "ms", kinds[what], "rows", "time, ms", looks)
+    legend(figure, axes)
+    return figure
+
+
 def _generate(plt: Any, result: dict[str, Any]) -> Any:
     steps = [{**row, "ms": 1e3 * row["seconds"]} for row in result["rows"] if row["what"] == "step"]
     images = [row for row in result["rows"] if row["what"] == "images"]
@@ -647,6 +660,7 @@ PICTURES = {
     "depth": _depth,
     "rewind": _rewind,
     "convolution": _convolution,
+    "weights": _weights,
     "transformers": _transformers,
     "rwkv7": _rwkv7,
     "profile": _profile,

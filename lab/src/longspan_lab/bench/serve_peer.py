@@ -115,7 +115,7 @@ def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]
     need("longspan serve", "starlette", "uvicorn", "prometheus_client", "tokenizers")
     with tempfile.TemporaryDirectory() as made:
         folder, about = options.model, f"the folder {options.model}"
-        if not hub.is_folder(folder):
+        if not hub.is_foreign(folder):
             folder = make_folder(options.model, made)
             about = f"{hybrids.MODELS[options.model][2]}, in float32 with random weights and a token for each character"
         yield from _compared(peer, folder, about, options, watch)

@@ -8,6 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..quantized.native import ACTIVATIONS as ROUNDED
+from ..quantized.native import FORMATS
+from ..quantized.packing import Packed
 from .build.openmp import threads
 from .call import MAPS as MAPS
 from .call import TYPES as TYPES
@@ -28,9 +31,15 @@ def _longs(*names: str) -> Iterator[tuple[str, type[ctypes.c_long]]]:
 
 
 class Linear(ctypes.Structure):
-    """A linear map y = W x + b."""
+    """A linear map y = W x + b; with a format its weight is quantized."""
 
-    _fields_ = (("weight", _POINTER), ("bias", _POINTER), ("inputs", _LONG), ("outputs", _LONG))
+    _fields_ = (
+        ("weight", _POINTER),
+        ("bias", _POINTER),
+        *_longs("inputs", "outputs"),
+        *((name, _POINTER) for name in ("scales", "factors")),
+        *_longs("format", "activations", "prepared"),
+    )
 
 
 class Norm(ctypes.Structure):
@@ -140,7 +149,7 @@ class Model(ctypes.Structure):
     """A decoder."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("layers", "tokens", "table")),
+        *((name, _POINTER) for name in ("layers", "tokens", "table", "token_scales")),
         ("norm", Norm),
         ("head", Linear),
         *_longs("depth", "dim", "vocab", "length", "type", "prenorm"),
@@ -182,6 +191,24 @@ class Weights:
         assert len(given) in (0, len(biases))
         outputs, inputs = weight.shape
         return Linear(self._keep(packed), bias, inputs, outputs)
+
+    def quantized(
+        self, weight: Packed, activations: str, bias: Tensor | None, *, outputs: int = 0, prepared: bool = False
+    ) -> Linear:
+        """Return a quantized map, without a copy of its weight.
+
+        Args:
+            weight: The weight.
+            activations: A key of ``quantized.native.ACTIVATIONS``.
+            bias: (outputs,), or None.
+            outputs: The first outputs only; 0: all.
+            prepared: Whether the map before this one has the same input, format and activations.
+        """
+        tensors = (weight.quants, weight.scales, weight.factors)
+        quants, scales, factors = (self._keep(t.detach().contiguous()) for t in tensors)
+        numbers = FORMATS[weight.format], ROUNDED[activations], prepared
+        bias_at = None if bias is None else self.numbers(bias)
+        return Linear(quants, bias_at, weight.inputs, outputs or weight.outputs, scales, factors, *numbers)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float) -> Norm:
         return Norm(self.numbers(weight), None if bias is None else self.numbers(bias), eps)

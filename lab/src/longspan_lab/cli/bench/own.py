@@ -94,6 +94,14 @@ OWN: dict[str, Benchmark] = {
             "longspan bench convolution --length 512 --channels 1024 --batches 1,16 --rounds 5",
         ),
     ),
+    "weights": Benchmark(
+        "weights",
+        "products with weights of 8 and 4 bits by format, and decode steps with them, compared with reading memory",
+        (
+            "longspan bench weights --inputs 256 --outputs 96 --megabytes 1 --depth 1 --rounds 1",
+            "longspan bench weights --inputs 3584 --outputs 1024 --rows 1 --formats Q8_0,Q4_0 --depth 0",
+        ),
+    ),
     "depth": Benchmark(
         "depth",
         "peak memory of a training step by depth: plain, checkpointed and reversible blocks",

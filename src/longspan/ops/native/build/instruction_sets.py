@@ -37,11 +37,15 @@ class InstructionSet:
 
 _AVX2 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe".split())
 _AVX512 = _AVX2 | set("avx512f avx512bw avx512cd avx512dq avx512vl".split())
-_BF16 = _AVX512 | {"avx512_bf16"}
+_VNNI = _AVX512 | {"avx512_vnni"}
+_BF16 = _VNNI | {"avx512_bf16"}
 _AMX = _BF16 | set("amx_tile amx_bf16".split())
 _X86 = (
-    InstructionSet("amx_bf16", "-march=x86-64-v4 -mavx512bf16 -mamx-tile -mamx-bf16", _AMX, "__AMX_BF16__"),
-    InstructionSet("avx512_bf16", "-march=x86-64-v4 -mavx512bf16", _BF16, "__AVX512BF16__"),
+    InstructionSet(
+        "amx_bf16", "-march=x86-64-v4 -mavx512vnni -mavx512bf16 -mamx-tile -mamx-bf16", _AMX, "__AMX_BF16__"
+    ),
+    InstructionSet("avx512_bf16", "-march=x86-64-v4 -mavx512vnni -mavx512bf16", _BF16, "__AVX512BF16__"),
+    InstructionSet("avx512_vnni", "-march=x86-64-v4 -mavx512vnni", _VNNI, "__AVX512VNNI__"),
     InstructionSet("avx512", "-march=x86-64-v4", _AVX512),
     InstructionSet("avx2", "-march=x86-64-v3", _AVX2),
     InstructionSet("generic", "-march=x86-64"),

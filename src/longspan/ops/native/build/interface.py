@@ -81,6 +81,11 @@ FAMILIES: dict[str, dict[str, Functions]] = {
             "longspan_buckets_seen": (None, (*[POINTER] * 5, INT)),
         },
     },
+    "quantized": {
+        "forward": {
+            "longspan_quantized_forward": (INT, (*[POINTER] * 7, INT)),
+        },
+    },
     "decode": {
         "step": {
             "longspan_packed_size": (LONG, (LONG, LONG)),

@@ -221,6 +221,26 @@ def _patterns(parts: Parts) -> Comparisons:
             yield f"the {part} under {text}", result.detach(), definition.detach()
 
 
+def _quantized(parts: Parts) -> Comparisons:
+    """Every format and kind of activations, on sizes that use several threads."""
+    from ...backends import backend
+    from ...quantized import formats, native, operands, pack, quantized_linear
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(6, 512, generator=generator)
+    for name in native.FORMATS:
+        # Bytes below 120, so that no float16 number of them is infinity or NaN.
+        width = formats.FORMATS[name].row_bytes(512)
+        data = torch.randint(0, 120, (37, width), dtype=torch.uint8, generator=generator)
+        weight = pack(formats.Blocks(data, name, 512))
+        for activations in operands.ACTIVATIONS:
+            results = []
+            for chosen in ("native", "reference"):
+                with backend(chosen):
+                    results.append(quantized_linear(x, weight, activations=activations))
+            yield f"a product with {name} and {activations} activations", results[0], results[1].double()
+
+
 COMPARISONS: dict[str, Callable[[Parts], Comparisons]] = {
     "linear": _linear,
     "gated": _gated,
@@ -228,6 +248,7 @@ COMPARISONS: dict[str, Callable[[Parts], Comparisons]] = {
     "convolution": _convolutions,
     "scan": _scans,
     "pattern": _patterns,
+    "quantized": _quantized,
 }
 PARTS = ("output", "last state", "gradient of queries", "gradient of keys", "gradient of values", "gradient of state")
 

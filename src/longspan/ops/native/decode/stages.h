@@ -20,11 +20,14 @@ struct longspan_state {
     long capacity;
 };
 
-// y = W x + b; weight packed, of the model's type; bias float or null.
+// y = W x + b; weight packed, of the model's type; bias float or null. With a format of quantized/product.h, weight, scales
+// and factors are those of quantized::Weight; ``prepared``: the activations are those of the map before.
 struct longspan_linear {
     const void* weight;
     const float* bias;
     long in, out;
+    const void *scales, *factors;
+    long format, activations, prepared;
 };
 
 // A linear map of the part ``from``, or of the mixer's input for -1.

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <cstdlib>
 
+#include "../quantized/product.h"
 #include "../shared/gemm.h"
 #include "stages.h"
 
@@ -40,6 +41,7 @@ struct longspan_layer {
 struct longspan_model {
     const longspan_layer* layers;
     const void *tokens, *table;  // embeddings (vocab, d) and learned positions (length, d) or null, of the model's type
+    const void* token_scales;    // null, or tokens are a weight in the format q8_0
     longspan_norm norm;          // weight null: none
     longspan_linear head;
     long depth, dim, vocab, length, type, prenorm;  // type 0: float, 1: bfloat16
@@ -63,16 +65,11 @@ void normalize(const longspan_norm& norm, const float* x, float* out, long dim) 
 // How an output is stored: directly, after its activation, or added to the old value.
 enum After { keep, act, add };
 
-// Columns of one panel for rows of x: out[i, j] = or += (W x_i + b)_j.
-template <class T>
-void panel(const longspan_linear& map, long which, const float* x, long xi, long rows, float* out, long oi, After after,
-           long activation) {
-    const long begin = which * PANEL, width = map.out - begin < PANEL ? map.out - begin : PANEL;
-    const T* weight = static_cast<const T*>(map.weight) + begin * map.in;
-    alignas(64) float result[BLOCK * PANEL];
-    columns<COLUMNS, false, T>(rows, map.in, x, xi, 1, weight, PANEL, result, PANEL);
+// Stores columns from ``begin`` on for rows of results that lie ``stride`` apart: out[i, j] = or += (result_i + b)_j.
+inline void finish(const longspan_linear& map, long begin, long width, const float* result, long stride, long rows, float* out,
+                   long oi, After after, long activation) {
     for (long i = 0; i < rows; ++i) {
-        const float* from = result + i * PANEL;
+        const float* from = result + i * stride;
         float* to = out + i * oi + begin;
         long j = 0;
         for (; j + W <= width; j += W) {
@@ -88,6 +85,27 @@ void panel(const longspan_linear& map, long which, const float* x, long xi, long
             to[j] = after == add ? to[j] + y : y;
         }
     }
+}
+
+// Columns of one panel for rows of x.
+template <class T>
+void panel(const longspan_linear& map, long which, const float* x, long xi, long rows, float* out, long oi, After after,
+           long activation) {
+    const long begin = which * PANEL, width = map.out - begin < PANEL ? map.out - begin : PANEL;
+    const T* weight = static_cast<const T*>(map.weight) + begin * map.in;
+    alignas(64) float result[BLOCK * PANEL];
+    columns<COLUMNS, false, T>(rows, map.in, x, xi, 1, weight, PANEL, result, PANEL);
+    finish(map, begin, width, result, PANEL, rows, out, oi, after, activation);
+}
+
+inline quantized::Weight quantized_weight(const longspan_linear& map) {
+    return {static_cast<const std::uint8_t*>(map.weight),
+            static_cast<const std::uint8_t*>(map.scales),
+            static_cast<const float16*>(map.factors),
+            map.in,
+            map.out,
+            static_cast<int>(map.format),
+            static_cast<int>(map.activations)};
 }
 
 // The floats of memory that a thread needs for a stage.
@@ -129,16 +147,44 @@ struct Decode {
     long sequences, count, batch, dim, parts;  // batch: rows
     float *x, *normed, *inner;  // activations of all rows: two of d channels, and those within mixer or network
     Journal journal;
+    quantized::Cell* prepared;  // activations of all rows for a quantized map
 
     // Called by all threads together, like all below.
     void apply(const longspan_linear& map, const float* from, long width, float* to, long to_width, After after,
                long activation) const {
+        if (map.format) {
+            apply_quantized(map, from, width, to, to_width, after, activation);
+            return;
+        }
         const long panels = (map.out + PANEL - 1) / PANEL, blocks = (batch + BLOCK - 1) / BLOCK;
 #pragma omp for schedule(static) nowait
         for (long item = 0; item < panels * blocks; ++item) {
             const long first = item % blocks * BLOCK, rows = batch - first < BLOCK ? batch - first : BLOCK;
             panel<T>(map, item / blocks, from + first * width, width, rows, to + first * to_width, to_width, after,
                      activation);
+        }
+    }
+
+    void apply_quantized(const longspan_linear& map, const float* from, long width, float* to, long to_width, After after,
+                         long activation) const {
+        const quantized::Weight weight = quantized_weight(map);
+        const long cells = weight.cells(), groups = weight.groups(), blocks = (batch + BLOCK - 1) / BLOCK;
+        if (!map.prepared) {
+            // Another thread may still read those of the map before.
+            wait();
+#pragma omp for schedule(static)
+            for (long i = 0; i < batch * cells; ++i)
+                quantized::prepare(from + i / cells * width + i % cells * quantized::CELL, weight.format, weight.activations,
+                                   prepared + i);
+        }
+#pragma omp for schedule(static) nowait
+        for (long item = 0; item < groups * blocks; ++item) {
+            const long first = item % blocks * BLOCK, rows = batch - first < BLOCK ? batch - first : BLOCK;
+            const long begin = item / blocks * quantized::GROUP;
+            const long count = map.out - begin < quantized::GROUP ? map.out - begin : quantized::GROUP;
+            alignas(64) float result[BLOCK * quantized::GROUP];
+            quantized::multiply(weight, item / blocks, prepared + first * cells, rows, result);
+            finish(map, begin, count, result, quantized::GROUP, rows, to + first * to_width, to_width, after, activation);
         }
     }
 
@@ -153,11 +199,14 @@ struct Decode {
 
     void embed(const std::int64_t* tokens, const std::int64_t* positions) const {
         const T *rows = static_cast<const T*>(model.tokens), *table = static_cast<const T*>(model.table);
+        const auto *quants = static_cast<const std::uint8_t*>(model.tokens),
+                   *scales = static_cast<const std::uint8_t*>(model.token_scales);
 #pragma omp for schedule(static)
         for (long b = 0; b < batch; ++b)
-            for (long j = 0; j < dim; ++j)
-                x[b * dim + j] = widen(rows[tokens[b] * dim + j]) +
-                                 (table ? widen(table[(positions[b / count] + b % count) * dim + j]) : 0.0f);
+            for (long j = 0; j < dim; ++j) {
+                const float number = scales ? quantized::number(quants, scales, dim, tokens[b], j) : widen(rows[tokens[b] * dim + j]);
+                x[b * dim + j] = number + (table ? widen(table[(positions[b / count] + b % count) * dim + j]) : 0.0f);
+            }
     }
 
     // f(row, b) for each row.
@@ -398,14 +447,22 @@ int decode(const longspan_model& model, const longspan_state* states, const std:
            const std::int64_t* positions, const float* embedded, long sequences, long count, Journal journal, float* out,
            int threads) {
     const long batch = sequences * count;
-    long width = 0, each = 0;
+    long width = 0, each = 0, cells = 0;
+    const auto holds = [&cells](const longspan_linear& map) {
+        if (map.format && map.in / quantized::CELL > cells) cells = map.in / quantized::CELL;
+    };
+    holds(model.head);
     for (long l = 0; l < model.depth; ++l) {
         const longspan_layer& layer = model.layers[l];
+        holds(layer.out);
+        holds(layer.expand);
+        holds(layer.contract);
         if (layer.width > width) width = layer.width;
         if (layer.expand.out > width) width = layer.expand.out;
         for (long i = 0; i < layer.count; ++i) {
             const long needed = memory_of(layer.stages[i]) + (journal.layers ? state_of(layer.stages[i]) : 0);
             if (needed > each) each = needed;
+            if (layer.stages[i].kind == project) holds(of<longspan_project>(layer.stages[i]).map);
         }
         // Everything is checked before anything is overwritten.
         if (caches(layer))
@@ -425,10 +482,13 @@ int decode(const longspan_model& model, const longspan_state* states, const std:
         }
     const long dim = model.dim;
     each = whole_vectors(each) + 64;
-    float* memory = static_cast<float*>(std::malloc(sizeof(float) * (batch * (2 * dim + width) + threads * each)));
-    if (!memory) return no_memory;
+    const long size = sizeof(quantized::Cell) * batch * cells, floats = batch * (2 * dim + width) + threads * each;
+    void* whole = std::aligned_alloc(64, (size + sizeof(float) * floats + 63) / 64 * 64);
+    if (!whole) return no_memory;
+    auto* prepared = static_cast<quantized::Cell*>(whole);
+    float* memory = reinterpret_cast<float*>(prepared + batch * cells);
     float *x = memory, *normed = x + batch * dim, *inner = normed + batch * dim, *room = inner + batch * width;
-    const Decode<T> work{model, states, sequences, count, batch, dim, threads, x, normed, inner, journal};
+    const Decode<T> work{model, states, sequences, count, batch, dim, threads, x, normed, inner, journal, prepared};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float* mine = nullptr;
@@ -445,7 +505,7 @@ int decode(const longspan_model& model, const longspan_state* states, const std:
         }
         work.run(mine, out);
     }
-    std::free(memory);
+    std::free(whole);
     return fine;
 }
 

@@ -18,6 +18,9 @@ extern "C" const char* longspan_isa() {
 #if defined(__AVX512F__)
            "avx512 "
 #endif
+#if defined(__AVX512VNNI__)
+           "avx512_vnni "
+#endif
 #if defined(__AVX512BF16__)
            "avx512_bf16 "
 #endif

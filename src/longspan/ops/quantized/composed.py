@@ -1,0 +1,63 @@
+"""The quantized linear map in torch: by its definition, and by blocks of rows of the weight."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..tensors import upcast_half
+from .operands import ACTIVATIONS, TINY, Map
+from .packing import GROUP, Packed, rows
+
+ELEMENTS = 1 << 18  # numbers of a weight that are held at a time
+
+
+def rounded(x: Tensor, activations: str) -> tuple[Tensor, Tensor]:
+    """Round activations (...,K) -> integers and scales, (...,K) each, whose products replace them."""
+    limit = ACTIVATIONS[activations]
+    blocks = x.unflatten(-1, (-1, 32))
+    size = blocks.abs().amax(-1, keepdim=True)
+    finite, some = blocks.isfinite().all(-1, keepdim=True), size >= TINY
+    keep = finite & some
+    q = torch.where(keep, (blocks * (torch.full_like(size, limit) / size)).round(), 0.0)
+    scale = torch.where(keep, size / limit, 0.0).masked_fill(~finite, torch.nan)
+    return q.flatten(-2), scale.expand_as(q).flatten(-2)
+
+
+def reference(r: Map) -> Tensor:
+    """The definition: float64 products of rounded activations with the dequantized weight."""
+    x, weight = upcast_half(r.x), rows(r.weight, 0, r.outputs).double()
+    if ACTIVATIONS[r.activations]:
+        q, scale = rounded(x, r.activations)
+        exact = q.double() * scale.double()
+    else:
+        exact = x.double()
+    y = exact @ weight.mT
+    return (y if r.bias is None else y + r.bias.double()).to(r.x.dtype)
+
+
+def attend(r: Map) -> Tensor:
+    """Products with a few dequantized rows of the weight at a time, in x's dtype, float32 at least."""
+    x = upcast_half(r.x)
+    if ACTIVATIONS[r.activations]:
+        q, scale = rounded(x.detach(), r.activations)
+        # The gradient passes the rounding as if there were none.
+        x = x + (q * scale - x.detach())
+    y = torch.cat([x @ part.to(x.dtype).mT for _, part in parts(r.weight)], -1)
+    return (y if r.bias is None else y + r.bias).to(r.x.dtype)
+
+
+def transposed(grad: Tensor, weight: Packed) -> Tensor:
+    """The gradient (...,N) of the output times the weight -> (...,K), in float32 at least."""
+    wide = upcast_half(grad)
+    total = wide.new_zeros(*grad.shape[:-1], weight.inputs)
+    for begin, part in parts(weight):
+        total += wide[..., begin : begin + len(part)] @ part.to(wide.dtype)
+    return total
+
+
+def parts(weight: Packed) -> Iterator[tuple[int, Tensor]]:
+    """Dequantize the rows of a weight part by part: the first row and the rows of each."""
+    height = max(ELEMENTS // max(weight.inputs, 1) // GROUP, 1) * GROUP
+    for begin in range(0, max(weight.outputs, 1), height):
+        yield begin, rows(weight, begin, min(begin + height, weight.outputs))

@@ -1,0 +1,50 @@
+"""The quantized linear map in C++."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from ..native import build, call
+from ..native.build.openmp import threads
+from ..native.call import HALVES, available, check_allocated, kernels, pointers, readable
+from .operands import Map
+
+# As in native/quantized/product.h.
+FORMATS = {"Q8_0": 1, "Q4_0": 2, "Q4_K": 3, "Q6_K": 4}
+ACTIVATIONS = {"int16": 0, "int8": 1, "float32": 2}
+
+
+def why_not(r: Map) -> str:
+    """Return why the kernels cannot serve these operands; empty if they can. Compiles them on first use."""
+    if reason := call.unreadable(r.x, r.bias, r.quants, r.scales, r.factors):
+        return reason
+    if r.x.dtype not in HALVES:
+        return "they take float32, bfloat16 or float16"
+    if r.format not in FORMATS:
+        return f"they do not read {r.format}"
+    if not r.x.numel() or not r.outputs:
+        return "there is nothing to compute"
+    return "" if available("quantized/forward") else "they could not be compiled"
+
+
+def step(r: Map) -> Tensor | None:
+    """``attend`` if the kernels serve the call and are loaded, else None. It is written for speed."""
+    if r.format not in FORMATS or not readable(r.x, dtype=None) or not r.x.numel() or not r.outputs:
+        return None
+    return attend(r) if build.loaded("quantized/forward") is not None and r.quants.is_cpu else None
+
+
+def attend(r: Map) -> Tensor:
+    """y (...,N). An output has the same bits for any number of threads and whatever rows are computed with it."""
+    x, bias, quants, scales, factors, format, outputs, inputs, activations = r
+    if x.dtype != torch.float32 or x.is_neg() or not x.is_contiguous():
+        x = x.detach().float().resolve_neg().contiguous()
+    bias = None if bias is None else bias.detach().float().resolve_neg().contiguous()
+    # The kernel's output, independent of torch's default dtype and device.
+    y = torch.empty((*x.shape[:-1], outputs), dtype=torch.float32, device="cpu")
+    sizes = (ctypes.c_long * 5)(x.numel() // inputs, inputs, outputs, FORMATS[format], ACTIVATIONS[activations])
+    weight = [t.contiguous() for t in (quants, scales, factors)]
+    failed = kernels("quantized/forward").longspan_quantized_forward(*pointers(x, *weight, bias, y), sizes, threads())
+    check_allocated(failed, "activations")
+    return y if r.x.dtype == torch.float32 else y.to(r.x.dtype)
