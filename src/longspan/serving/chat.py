@@ -71,7 +71,7 @@ def chat_fields(*, model: str, vocab: int, max_tokens: int) -> dict[str, dict[st
 
 
 class Template:
-    """The chat template of a folder of transformers, rendered by its sandboxed code.
+    """A chat template, rendered by the sandboxed code of transformers.
 
     Args:
         tokenizer: A tokenizer of transformers that has a chat template.
@@ -84,12 +84,16 @@ class Template:
         self.marks = next((marks for marks in MARKS if all(mark in text for mark in marks)), None)
 
     @classmethod
-    def of(cls, folder: Path) -> "Template | None":
-        """Return the template of a folder; None if it has none."""
+    def of(cls, tokenizer: Any) -> "Template | None":
+        """Return the template of a tokenizer; None if it has none."""
+        return cls(tokenizer) if tokenizer.chat_template else None
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "Template | None":
+        """Return the template of a folder of transformers; None if it has none."""
         from transformers import PreTrainedTokenizerFast
 
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-        return cls(tokenizer) if tokenizer.chat_template else None
+        return cls.of(PreTrainedTokenizerFast.from_pretrained(folder))
 
     @cached_property
     def ends(self) -> tuple[int, ...]:

@@ -40,8 +40,10 @@ def load(source: str, stop: str = "") -> tuple[Any, Tokenized | Bytes | None]:
     need(f"the model in {source}", "transformers")
     if gguf.is_file(source):
         content = gguf.read_tokenizer(source)
+        template = Template.of(gguf.load_tokenizer(source))
         model = gguf.load(source)
-        return model, Tokenized(content, ends=ends(content, stop, _numbers(model.config)), special=True)
+        found = ends(content, stop, _numbers(model.config))
+        return model, Tokenized(content, ends=found, special=True, template=template)
     folder = Path(source)
     config = _config(folder)
     if config["model_type"] == "longspan":
@@ -55,7 +57,7 @@ def load(source: str, stop: str = "") -> tuple[Any, Tokenized | Bytes | None]:
         )
     model = build()
     found = ends(content, stop, _numbers(model.generation_config, config))
-    return model.eval(), Tokenized(content, ends=found, special=True, template=Template.of(folder))
+    return model.eval(), Tokenized(content, ends=found, special=True, template=Template.of_folder(folder))
 
 
 def load_model(source: str) -> tuple[Any, dict[str, str]]:
@@ -138,7 +140,7 @@ def _of_longspan(folder: Path, stop: str) -> tuple[Any, Tokenized | Bytes | None
     if content := _tokenizer(folder):
         found = [end for end in ends(content, stop) if end < vocab]
         # The tokens of a template are special ones, which a text may name.
-        template = Template.of(folder)
+        template = Template.of_folder(folder)
         return model, Tokenized(content, ends=found, special=template is not None, template=template)
     if stop:
         raise ValueError(f"--stop {stop!r} requires a model with a tokenizer; {folder} has no {TOKENIZER}")

@@ -1,7 +1,6 @@
 """The recurrence with decay and delta rule: P_t = Diag(alpha_t) S_{t-1}, S_t = P_t + beta_t k_t (v_t - P_t^T k_t)^T."""
 
-from functools import partial
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
 
@@ -10,9 +9,18 @@ from ..arguments import StateOptions
 from ..custom_ops import exported
 from ..forms import Form, Forms
 from ..operands import check_scale
-from ..tensors import per_root
 from . import chunks, definition, fla, native, triton
-from .operands import DecayOptions, DeltaOptions, Recurrence, RecurrenceOptions, call, first_state, serve_with_keys
+from .operands import (
+    STATELESS,
+    DecayOptions,
+    DeltaOptions,
+    Recurrence,
+    RecurrenceOptions,
+    call,
+    scale_of,
+    serve_with_keys,
+    with_state,
+)
 
 
 @overload
@@ -90,9 +98,8 @@ def decay_attention(
     """
     check_scale(scale)
     vectors = {"query": query, "key": key, "value": value, "log_decay": log_decay}
-    operands = partial(_operands, query, key, value, log_decay=log_decay, scale=scale, normalize=normalize)
-    given: StateOptions = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens, "state": state}
-    out, state = call(FORMS, operands, vectors, given, donate, normalize)
+    rest: tuple[Any, ...] = (state, mask, segments, cu_seqlens, scale_of(query, scale), normalize is not None)
+    out, state = call(FORMS, Recurrence(query, key, value, log_decay, None, *rest), vectors, donate, normalize)
     return (out, state) if return_state else out
 
 
@@ -176,10 +183,8 @@ def delta_rule(
     """
     check_scale(scale)
     vectors = {"query": query, "key": key, "value": value, "beta": beta, "log_decay": log_decay}
-    options: RecurrenceOptions = {"log_decay": log_decay, "beta": beta, "scale": scale, "normalize": normalize}
-    given: StateOptions = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens, "state": state}
-    operands = partial(_operands, query, key, value, **options)
-    out, state = call(FORMS, operands, vectors, given, donate, normalize)
+    rest: tuple[Any, ...] = (state, mask, segments, cu_seqlens, scale_of(query, scale), normalize is not None)
+    out, state = call(FORMS, Recurrence(query, key, value, log_decay, beta, *rest), vectors, donate, normalize)
     return (out, state) if return_state else out
 
 
@@ -194,7 +199,7 @@ def recur(
     Raises:
         ValueError: a forced backend cannot serve the call.
     """
-    r = _operands(q, k, v, **options)
+    r = with_state(_operands(q, k, v, **options))
     return forms.serve(FORMS, r, donate) if q.shape[-1] else serve(r, donate)
 
 
@@ -203,22 +208,18 @@ def serve(r: Recurrence, donate: bool = False) -> tuple[Tensor, Tensor]:
     return serve_with_keys(FORMS, r, donate)
 
 
-def _operands(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[RecurrenceOptions]) -> Recurrence:
-    """Return the operands as one value, with the defaults of scale and state."""
-    state, scale, offsets = options.get("state"), options.get("scale"), options.get("cu_seqlens")
-    return Recurrence(
-        q,
-        k,
-        v,
-        options.get("log_decay"),
-        options.get("beta"),
-        first_state(q, v, offsets) if state is None else state,
-        options.get("mask"),
-        options.get("segments"),
-        offsets,
-        per_root(q.shape[-1]) if scale is None else scale,
-        options.get("normalize") is not None,
-    )
+def _operands(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    normalize: str | None = None,
+    **options: Unpack[StateOptions],
+) -> Recurrence:
+    given: dict[str, Any] = {**STATELESS, **options}
+    return Recurrence(q, k, v, log_decay, beta, **given, scale=scale_of(q, scale), normalize=normalize is not None)
 
 
 FORMS = Forms(

@@ -1,7 +1,6 @@
 """The general delta rule: P_t = Diag(alpha_t) S_{t-1}, S_t = P_t + k_t v_t^T - e_t (P_t^T r_t)^T."""
 
-from functools import partial
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 from torch import Tensor
 
@@ -11,9 +10,17 @@ from ..custom_ops import exported
 from ..forms import Form, Forms
 from ..onnx import unrolled
 from ..operands import check_scale
-from ..tensors import per_root
 from . import general_chunks, general_definition, general_native
-from .operands import GeneralOptions, GeneralRecurrence, GeneralRecurrenceOptions, call, first_state, serve_with_keys
+from .operands import (
+    STATELESS,
+    GeneralOptions,
+    GeneralRecurrence,
+    GeneralRecurrenceOptions,
+    call,
+    scale_of,
+    serve_with_keys,
+    with_state,
+)
 
 
 @overload
@@ -106,11 +113,8 @@ def general_delta_rule(
     """
     check_scale(scale)
     vectors = {"query": query, "key": key, "value": value, "read": read, "erase": erase, "log_decay": log_decay}
-    options: GeneralRecurrenceOptions = {"read": read, "erase": erase, "log_decay": log_decay, "scale": scale}
-    options["read_before_decay"] = read_before_decay
-    operands = partial(_operands, query, key, value, **options)
-    given: StateOptions = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens, "state": state}
-    out, after = call(FORMS, operands, vectors, given, donate)
+    rest: tuple[Any, ...] = (state, mask, segments, cu_seqlens, scale_of(query, scale), read_before_decay)
+    out, after = call(FORMS, GeneralRecurrence(query, key, value, read, erase, log_decay, *rest), vectors, donate)
     return (out, after) if return_state else out
 
 
@@ -122,7 +126,7 @@ def recur(
     Raises:
         ValueError: a forced backend cannot serve the call.
     """
-    r = _operands(q, k, v, **options)
+    r = with_state(_operands(q, k, v, **options))
     return forms.serve(FORMS, r, donate) if q.shape[-1] else serve(r, donate)
 
 
@@ -131,22 +135,20 @@ def serve(r: GeneralRecurrence, donate: bool = False) -> tuple[Tensor, Tensor]:
     return serve_with_keys(FORMS, r, donate)
 
 
-def _operands(q: Tensor, k: Tensor, v: Tensor, **options: Unpack[GeneralRecurrenceOptions]) -> GeneralRecurrence:
-    """Return the operands as one value, with the defaults of scale and state."""
-    state, scale, offsets = options.get("state"), options.get("scale"), options.get("cu_seqlens")
+def _operands(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    read: Tensor,
+    erase: Tensor,
+    log_decay: Tensor | None = None,
+    scale: float | None = None,
+    read_before_decay: bool = False,
+    **options: Unpack[StateOptions],
+) -> GeneralRecurrence:
+    given: dict[str, Any] = {**STATELESS, **options}
     return GeneralRecurrence(
-        q,
-        k,
-        v,
-        options["read"],
-        options["erase"],
-        options.get("log_decay"),
-        first_state(q, v, offsets) if state is None else state,
-        options.get("mask"),
-        options.get("segments"),
-        offsets,
-        per_root(q.shape[-1]) if scale is None else scale,
-        options.get("read_before_decay", False),
+        q, k, v, read, erase, log_decay, **given, scale=scale_of(q, scale), early=read_before_decay
     )
 
 

@@ -15,7 +15,7 @@ from ..isolated import Packed, Part, isolated
 from ..native.call import LARGEST
 from ..operands import check_donation, zero_masked
 from ..packed import by_sequence, count_states, one_token
-from ..tensors import unit, upcast_half, wide_dtype
+from ..tensors import per_root, unit, upcast_half, wide_dtype
 from .decays import LOWEST
 
 NORMS = {"l2": "divide by the root of the sum of squares plus 1e-6"}
@@ -137,37 +137,46 @@ def first_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return v.new_zeros(count_states(v, cu_seqlens), v.shape[1], q.shape[-1], v.shape[-1], dtype=wide_dtype(v))
 
 
+STATELESS: dict[str, Any] = {"state": None, "mask": None, "segments": None, "cu_seqlens": None}
+"""The state and the options of a call that has none of them."""
+
+
+def scale_of(q: Any, scale: float | None) -> float:
+    """Return the scale of a call, by default that of the keys; anything for operands that ``check`` refuses."""
+    if scale is not None:
+        return scale
+    return per_root(q.shape[-1]) if isinstance(q, Tensor) and q.dim() else 1.0
+
+
+def with_state(r: Any) -> Any:
+    """Return operands with a state: zeros where they have none."""
+    return r if r.state is not None else r._replace(state=first_state(r.q, r.v, r.cu_seqlens))
+
+
 def call(
-    forms: Forms,
-    operands: Callable[..., Any],
-    vectors: dict[str, Any],
-    options: StateOptions,
-    donate: bool,
-    normalize: str | None = None,
+    forms: Forms, r: Any, vectors: dict[str, Any], donate: bool, normalize: str | None = None
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments of a public function, and compute them by the fastest form.
 
     Args:
         forms: The forms of the family.
-        operands: Makes one value of the vectors and these options.
-        vectors: The operands with tokens, by the names of the public function.
-        options: The options of the call.
+        r: The operands, unchecked; the state may be None.
+        vectors: Those with tokens, by the names of the public function.
         donate: Allows the call to overwrite the state.
         normalize: How queries and keys are normalized.
     """
-    state = options.get("state")
-    if donate and state is not None:
-        check_donation(state, **vectors)
-    declined = False
-    packed = options.get("segments") is not None or options.get("cu_seqlens") is not None
-    if state is not None and not packed and options.get("mask") is None and vectors["query"].dim() == 4:
+    state, declined = r.state, False
+    if state is not None:
+        if donate:
+            check_donation(state, **vectors)
+        plain = r.mask is None and r.segments is None and r.cu_seqlens is None
         # Fast path for one-token decoding, which validates its own shapes.
-        found = step(forms, operands(**options), donate) if normalize in (None, "l2") else None
-        if found is not None:
-            return found
-        declined = True
-    check(normalize, **vectors, **options)
-    return isolated_call(partial(serve_with_keys, forms, declined=declined), operands(**options), donate)
+        if plain and normalize in (None, "l2") and isinstance(r.q, Tensor) and isinstance(r.v, Tensor):
+            if (found := step(forms, r, donate)) is not None:
+                return found
+            declined = True
+    check(normalize, **vectors, mask=r.mask, segments=r.segments, cu_seqlens=r.cu_seqlens, state=state)
+    return isolated_call(partial(serve_with_keys, forms, declined=declined), with_state(r), donate)
 
 
 def serve_with_keys(forms: Forms, r: Any, donate: bool = False, declined: bool = False) -> tuple[Tensor, Tensor]:
