@@ -12,10 +12,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..._utils.typecheck import format_value
+
 REQUIRED: Any = object()
+# Entries that are no single numbers.
+_KINDS: Mapping[str, Any] = {
+    "attention.head_count_kv": int | np.ndarray,
+    "rope.dimension_sections": np.ndarray,
+    "rope.scaling.type": str,
+}
 Order = Callable[[Any], Tensor]
 Shape = tuple[int, ...]
 
@@ -81,6 +90,8 @@ class Entries:
         found = self.metadata.get(f"{self.architecture}.{key}", default)
         if found is REQUIRED:
             raise ValueError(f"it has no entry {self.architecture}.{key}")
+        if found is not default and not isinstance(found, _KINDS.get(key, int | float)):
+            raise ValueError(f"{self.architecture}.{key} is of the wrong type: {format_value(found)}")
         # The shortest number that is this float32: 0.22 instead of 0.2199999988.
         return float(f"{found:.7g}") if isinstance(found, float) else found
 
