@@ -18,6 +18,7 @@ from longspan.ops.quantized.formats import FORMATS, Blocks, dequantize, quantize
 pytestmark = pytest.mark.usefixtures("restored")
 PAIR = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 QWEN = {**PAIR, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "intermediate_size": 64}
+MOE = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 RWKV = {
     **{
         "hidden_size": 128,
@@ -135,14 +136,18 @@ def convert_qwen(w, c):
     data = {
         **{"attention.head_count": c.num_attention_heads, "attention.head_count_kv": c.num_key_value_heads},
         **{"attention.key_length": c.head_dim, "attention.value_length": c.head_dim},
-        **{"attention.layer_norm_rms_epsilon": c.rms_norm_eps, "feed_forward_length": c.intermediate_size},
+        **{"attention.layer_norm_rms_epsilon": c.rms_norm_eps, "full_attention_interval": 2},
         **{"rope.freq_base": c.rope_parameters["rope_theta"], "rope.dimension_count": rotated},
         **{"ssm.conv_kernel": c.linear_conv_kernel_dim, "ssm.state_size": c.linear_key_head_dim},
         **{"ssm.group_count": c.linear_num_key_heads, "ssm.time_step_rank": c.linear_num_value_heads},
-        **{"ssm.inner_size": c.linear_num_value_heads * c.linear_value_head_dim, "full_attention_interval": 2},
+        **{"ssm.inner_size": c.linear_num_value_heads * c.linear_value_head_dim},
     }
+    if c.model_type != "qwen3_next":
+        data["rope.dimension_sections"] = [11, 11, 10, 0]
+    if c.model_type != "qwen3_5_moe_text":
+        data["feed_forward_length"] = c.intermediate_size
     if c.model_type == "qwen3_5_text":
-        return found, data | {"rope.dimension_sections": [11, 11, 10, 0]}
+        return found, data
     experts = {"count": c.num_experts, "used_count": c.num_experts_per_tok}
     experts |= {"feed_forward_length": c.moe_intermediate_size}
     experts |= {"shared_feed_forward_length": c.shared_expert_intermediate_size}
@@ -266,9 +271,10 @@ CASES = {
     "mamba": ("mamba", {"intermediate_size": 64}, convert_mamba),
     "mamba2": ("mamba2", {"tie_word_embeddings": True}, convert_mamba),
     "qwen35": ("qwen3_5", QWEN, convert_qwen),
+    "qwen35moe": ("qwen3_5_moe", QWEN | MOE, convert_qwen),
     "qwen3next": (
         "qwen3_next",
-        QWEN | {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
+        QWEN | MOE,
         convert_qwen,
     ),
     "granitehybrid": ("granitemoehybrid", {"shared_intermediate_size": 32, "intermediate_size": 64}, convert_granite),
@@ -420,6 +426,15 @@ def test_blocks_compute_what_their_numbers_do(case, form, tmp_path):
         container.write(tmp_path / f"{which}.gguf", {"general.architecture": name} | data, content)
         found[which] = logits(gguf.load(tmp_path / f"{which}.gguf", activations="float32"))
     assert hybrids.far(found["blocks"], found["numbers"]) < 1e-5
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
+    made = original("qwen35")
+    name, tensors, data = converted("qwen35", made)
+    data |= {f"{name}.block_count": 3, f"{name}.nextn_predict_layers": 1}
+    tensors |= {"blk.2.nextn.eh_proj.weight": torch.ones(32, 64), "blk.2.attn_norm.weight": torch.ones(32)}
+    container.write(tmp_path / "model.gguf", {"general.architecture": name} | data, formatted(tensors, "F32"))
+    assert hybrids.far(logits(gguf.load(tmp_path / "model.gguf")), logits(made)) < 2e-6
 
 
 def test_what_is_not_read_is_refused_by_name(tmp_path):

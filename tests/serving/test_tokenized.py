@@ -8,6 +8,8 @@ pytest.importorskip("tokenizers")
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
+from longspan.compat.gguf import tokenizer as gguf_tokenizer
+from longspan.serving.text import Words
 from longspan.serving.tokenized import Tokenized
 
 TEXT = """The river was high and the old man looked at it for a long while, then he looked at it again.
@@ -192,3 +194,21 @@ def test_what_is_no_text_is_refused():
         codec("byte_level").encode("\ud800")
     with pytest.raises(ValueError, match="not a tokenizer"):
         Tokenized("{}")
+
+
+def test_words_are_the_longest_that_a_text_begins_with():
+    written = ["<s>", *(repr(bytes([byte]))[2:-1] for byte in range(256)), "th", r"\xe6\xb2", "[PAD258]"]
+    data = {"tokenizer.ggml.tokens": written, "tokenizer.ggml.token_type": [3] + [1] * 258 + [5]}
+    read = gguf_tokenizer.read_words(data)
+    assert read == [b"", *(bytes([byte]) for byte in range(256)), b"th", b"\xe6\xb2", b""]
+    with pytest.raises(ValueError, match="damaged"):
+        gguf_tokenizer.read_words(data | {"tokenizer.ggml.tokens": [*written[:-1], "é"]})
+    listed = [b"", *(bytes([byte]) for byte in range(256)), b"th", b"the", b" the", "河".encode(), b"\xe6\xb2", b""]
+    codec = Words(listed, (0,))
+    found = codec.encode("the  then河 😀")
+    assert found[:5] == [258, 33, 259, 111, 260]
+    decoding = codec.decoder()
+    assert "".join(map(decoding.add, [0, *found, 262])) + decoding.end() == "the  then河 😀"
+    assert [codec.name(token) for token in (259, 261, 262)] == [" the", "bytes:\\xe6\\xb2", "token:262"]
+    with pytest.raises(ValueError, match="byte 0x78"):
+        Words([b"a"]).encode("ax")

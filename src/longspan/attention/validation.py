@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .._utils.spec import known
+from ..modules.quantized import Quantized
 from ..ops.arguments import check_mask, check_segments, describe
 from ..ops.backends import refuse_tracing
 from ..ops.operands import check_donation, check_stored
@@ -159,7 +160,8 @@ def weight_of(module: nn.Module | Contract) -> Tensor | None:
     It looks at direct children first, since walking all parameters would slow down single-token steps.
     """
     for part in module._modules.values():
-        weight = getattr(part, "weight", None)
+        # Only the dtype and the device are needed, which compilers can read from this tensor.
+        weight = part.like if isinstance(part, Quantized) else getattr(part, "weight", None)
         if isinstance(weight, Tensor) and weight.is_floating_point():
             return weight
     return next((p for p in module.parameters() if p.is_floating_point()), None)

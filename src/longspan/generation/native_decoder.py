@@ -21,9 +21,8 @@ from ..modules.positions import Sinusoidal
 from ..modules.quantized import Quantized, QuantizedEmbedding, QuantizedLinear
 from ..modules.sinusoidal import sinusoid
 from ..ops.native import decode
-from ..ops.native.call import available
+from ..ops.native.call import FORMATS, available
 from ..ops.operands import check_stored, in_memory, mark_overwritten, overlap, stored
-from ..ops.quantized.native import FORMATS
 from ..states import kv_cache
 from ..states.counters import check_counts
 from ..states.kv_cache import FixedKeyValues, KeyValues
@@ -94,8 +93,8 @@ class Engine:
         self.tokens: nn.Module = parts.embedding.tokens
         scales = None
         if isinstance(self.tokens, QuantizedEmbedding):
-            table = self.weights.quantized(self.tokens.packed, self.tokens.activations, None)
-            tokens, scales = table.weight, table.scales
+            rows = native_mixers.quantized_map(self.weights, self.tokens)
+            tokens, scales = rows.weight, rows.scales
         else:
             tokens = self.weights.table(parts.embedding.tokens.weight)
             # The copy in self.weights, which training does not change.
@@ -104,7 +103,7 @@ class Engine:
         final = self._norm(parts.stack.norm) if config.prenorm else decode.Norm()
         self.outputs = config.vocab if config.tied else parts.head.weight.shape[0]
         if config.tied and isinstance(self.tokens, QuantizedEmbedding):
-            head = self.weights.quantized(self.tokens.packed, self.tokens.activations, None, outputs=self.outputs)
+            head = native_mixers.quantized_map(self.weights, self.tokens, outputs=self.outputs)
         elif config.tied:
             head = self.weights.linear([parts.embedding.tokens.weight[:-1]], [None])
         else:

@@ -16,7 +16,7 @@ from ..attention.retention import Retention, RetentionRotaryState, RetentionStat
 from ..attention.softmax import Softmax
 from ..attention.ssd import SSD, SSDState
 from ..modules.norms import HeadNorm
-from ..modules.quantized import QuantizedLinear
+from ..modules.quantized import QuantizedEmbedding, QuantizedLinear
 from ..modules.short_conv import ShortConvolution
 from ..ops.native import decode
 from ..ops.native.call import LARGEST, MAPS
@@ -82,8 +82,9 @@ class Row:
                 packed = self.weights.linear([m.weight for m, _ in run], [m.bias for m, _ in run])
                 self.add(decode.Project(packed, start, run[0][1]))
             for m, place in run if kind else []:
-                how = m.format, m.activations
-                self.add(decode.Project(linear_map(self.weights, m, prepared=how == before), start, place))
+                mapped = linear_map(self.weights, m)
+                mapped.prepared = before == (how := (mapped.format, mapped.activations))
+                self.add(decode.Project(mapped, start, place))
                 before = how
         return places
 
@@ -157,11 +158,17 @@ class Row:
         self.add(decode.HeadNorm(weight, at, heads, size, 0, gate, activation, False, centered, norm.eps))
 
 
-def linear_map(weights: decode.Weights, m: nn.Linear | QuantizedLinear, *, prepared: bool = False) -> decode.Linear:
-    """Return a linear map of the model; ``prepared`` as in ``Weights.quantized``."""
-    if isinstance(m, QuantizedLinear):
-        return weights.quantized(m.packed, m.activations, m.bias, prepared=prepared)
-    return weights.linear([m.weight], [m.bias])
+def linear_map(weights: decode.Weights, m: nn.Linear | QuantizedLinear) -> decode.Linear:
+    """Return a linear map of the model."""
+    return quantized_map(weights, m, m.bias) if isinstance(m, QuantizedLinear) else weights.linear([m.weight], [m.bias])
+
+
+def quantized_map(
+    weights: decode.Weights, m: QuantizedLinear | QuantizedEmbedding, bias: Tensor | None = None, outputs: int = 0
+) -> decode.Linear:
+    """Return a map with a quantized weight, or with its first rows; it reads the weight of the module."""
+    how, sizes = (m.format, m.activations), (m.inputs, outputs or m.outputs)
+    return weights.quantized((m.quants, m.scales, m.factors), how, bias, *sizes)
 
 
 def _linear(a: Linear, row: Row) -> tuple[int, Layout]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ..models.config import DecoderConfig
 from ..models.decoder import Decoder
+from ..models.quantization import quantize
 from ..ops.backends import backend
 from ..ops.native.build.selftest import COMPARISONS, Comparisons, Parts
 from .native_decoder import Engine
@@ -20,21 +21,25 @@ CASES = (
     ("kda; ssd(channels=20)", torch.float32),
     ("retention; gla", torch.float32),
 )
+QUANTIZED = (("linear", "int8"), ("softmax", "int4"))
 
 
 def _decoders(parts: Parts) -> Comparisons:
-    """Decode steps of whole decoders, in both dtypes of weights."""
-    for attention, dtype in CASES:
+    """Decode steps of whole decoders, in both dtypes of weights, and with quantized ones."""
+    cases = (*((*case, "") for case in CASES), *((kind, torch.float32, weights) for kind, weights in QUANTIZED))
+    for attention, dtype, weights in cases:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = Decoder(DecoderConfig(vocab=9, length=8, dim=96, heads=3, depth=2, attention=attention))
         model, tokens = model.to(dtype).eval(), torch.arange(1, 9) % 9
+        if weights:
+            quantize(model, weights)
         tokens = torch.stack([tokens, tokens.flip(0)])
         found = _stepped(Engine(model), model.init_state(2), tokens)
         model.double()
         with backend("reference"), torch.no_grad():
             right = _stepped(model, model.init_state(2), tokens)
-        yield f"a decoder's step with {attention} attention in {dtype}", found, right
+        yield f"a decoder's step with {attention} attention in {weights or dtype}", found, right
 
 
 def _stepped(decoder: Callable[..., Any], state: Any, tokens: Tensor) -> Tensor:

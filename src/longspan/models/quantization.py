@@ -160,8 +160,8 @@ def restore(model: nn.Module, layers: Any) -> None:
         outputs, inputs = weight.shape
         if inputs % formats.FORMATS[form].block:
             raise ValueError(f"quantized[{name!r}]: {inputs} inputs are no whole blocks of {form}")
-        empty = (torch.zeros(shape, dtype=torch.uint8) for shape in shapes(form, outputs, inputs))
-        packed = Packed(*empty, form, outputs, inputs)
+        quants, scales, factors = (torch.zeros(shape, dtype=torch.uint8) for shape in shapes(form, outputs, inputs))
+        packed = Packed(quants, scales, factors, form, outputs, inputs)
         options = {"activations": entry["activations"], "dtype": weight.dtype}
         if isinstance(module, nn.Linear):
             new[name] = QuantizedLinear(packed, module.bias, **options)

@@ -11,7 +11,7 @@ from ..compat import gguf
 from ..data import tokenization
 from .adapters import why_not_type
 from .chat import Template
-from .text import Bytes
+from .text import Bytes, Words
 from .tokenized import Tokenized
 
 TOKENIZER = "tokenizer.json"
@@ -39,11 +39,7 @@ def load(source: str, stop: str = "") -> tuple[Any, Tokenized | Bytes | None]:
     """
     need(f"the model in {source}", "transformers")
     if gguf.is_file(source):
-        content = gguf.read_tokenizer(source)
-        template = Template.of(gguf.load_tokenizer(source))
-        model = gguf.load(source)
-        found = ends(content, stop, _numbers(model.config))
-        return model, Tokenized(content, ends=found, special=True, template=template)
+        return _of_gguf(source, stop)
     folder = Path(source)
     config = _config(folder)
     if config["model_type"] == "longspan":
@@ -58,6 +54,20 @@ def load(source: str, stop: str = "") -> tuple[Any, Tokenized | Bytes | None]:
     model = build()
     found = ends(content, stop, _numbers(model.generation_config, config))
     return model.eval(), Tokenized(content, ends=found, special=True, template=Template.of_folder(folder))
+
+
+def _of_gguf(source: str, stop: str) -> tuple[Any, Tokenized | Words]:
+    words = gguf.read_words(source)
+    content = gguf.read_tokenizer(source) if words is None else ""
+    model = gguf.load(source)
+    named = _numbers(model.config)
+    if words is None:
+        template = Template.of(gguf.load_tokenizer(source))
+        return model, Tokenized(content, ends=ends(content, stop, named), special=True, template=template)
+    if stop and stop.encode() not in words:
+        raise ValueError(f"the tokenizer has no token {stop!r}")
+    words += [b""] * (model.config.vocab_size - len(words))
+    return model, Words(words, (words.index(stop.encode()),) if stop else tuple(named))
 
 
 def load_model(source: str) -> tuple[Any, dict[str, str]]:

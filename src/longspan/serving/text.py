@@ -30,15 +30,61 @@ class Bytes:
         return Decoding()
 
 
-class Decoding:
-    """Bytes to text, one at a time; a character appears with its last byte."""
+class Words(Bytes):
+    """Text as byte strings of a list: each token is the longest one that the rest of the text begins with.
 
-    def __init__(self):
+    It is the tokenizer of RWKV's World models.
+
+    Args:
+        words: The bytes of each token, none of tokens without text.
+        ends: Tokens that end a stream.
+    """
+
+    def __init__(self, words: Sequence[bytes], ends: tuple[int, ...] = ()):
+        self.words, self.ends, self.vocab = words, ends, len(words)
+        self.numbers = {word: number for number, word in enumerate(words) if word}
+        self._longest = max(map(len, self.numbers), default=0)
+        self._texts = [b"" if token in ends else word for token, word in enumerate(words)]
+
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text. Raises ValueError for a byte without a token."""
+        data, at, found = text.encode(), 0, []
+        while at < len(data):
+            sizes = range(min(self._longest, len(data) - at), 0, -1)
+            size = next((size for size in sizes if data[at : at + size] in self.numbers), 0)
+            if not size:
+                raise ValueError(f"the tokenizer has no token for the byte 0x{data[at]:02x}")
+            found.append(self.numbers[data[at : at + size]])
+            at += size
+        return found
+
+    def name(self, token: int) -> str:
+        """Return a token as text, or ``bytes:\\xe6`` for a part of a character."""
+        word = self.words[token]
+        try:
+            return word.decode() or f"token:{token}"
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in word)
+
+    def decoder(self) -> "Decoding":
+        """Return a decoder of one stream."""
+        return Decoding(self._texts)
+
+
+class Decoding:
+    """Bytes to text, one token at a time; a character appears with its last byte.
+
+    Args:
+        words: The bytes of each token; by default token b is byte b.
+    """
+
+    def __init__(self, words: Sequence[bytes] = tuple(bytes([byte]) for byte in range(256))):
+        self._words = words
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token: int) -> str:
         """Return the text that a token completes."""
-        return self._decoder.decode(bytes([token]))
+        return self._decoder.decode(self._words[token])
 
     def end(self) -> str:
         """Return the text of bytes that form no character."""

@@ -121,7 +121,9 @@ def _products(options: Options, count: int) -> dict[str, Product]:
         for activations in ACTIVATIONS:
 
             def call(*parts: Tensor, packed: Packed = packed, activations: str = activations) -> Tensor:
-                return multiply(Map(x, None, *parts, *packed[3:], activations))
+                quants, scales, factors = parts
+                own = packed._replace(quants=quants, scales=scales, factors=factors)
+                return multiply(Map(x, None, *own, activations))
 
             found[f"{name} {activations}"] = _product(call, packed[:3], exact, x, activations, options)
     return found

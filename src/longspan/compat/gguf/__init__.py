@@ -13,14 +13,14 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import tokenizer
 from .container import Container
 from .models import WEIGHTS, load, save
-from .tokenizer import read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["WEIGHTS", "is_file", "load", "load_tokenizer", "read_tokenizer", "save"]
+__all__ = ["WEIGHTS", "is_file", "load", "load_tokenizer", "read_tokenizer", "read_words", "save"]
 
 
 def is_file(source: str | os.PathLike[str]) -> bool:
@@ -37,7 +37,22 @@ def read_tokenizer(path: str | os.PathLike[str]) -> str:
     """
     container = Container(path)
     try:
-        return read(container.metadata)
+        return tokenizer.read(container.metadata)
+    except ValueError as error:
+        raise container.damaged(str(error)) from error
+
+
+def read_words(path: str | os.PathLike[str]) -> list[bytes] | None:
+    """Return the bytes of each token of a GGUF file with the tokenizer of RWKV, or None for other tokenizers.
+
+    Raises:
+        ValueError: The file is damaged.
+    """
+    container = Container(path)
+    if container.metadata.get("tokenizer.ggml.model") != tokenizer.WORLD:
+        return None
+    try:
+        return tokenizer.read_words(container.metadata)
     except ValueError as error:
         raise container.damaged(str(error)) from error
 

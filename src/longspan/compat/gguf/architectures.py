@@ -12,10 +12,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ..._utils.typecheck import format_value
+
 REQUIRED: Any = object()
+# Entries that are no single numbers.
+_KINDS: Mapping[str, Any] = {
+    "attention.head_count_kv": int | np.ndarray,
+    "rope.dimension_sections": np.ndarray,
+    "rope.scaling.type": str,
+}
 Order = Callable[[Any], Tensor]
 Shape = tuple[int, ...]
 
@@ -81,6 +90,8 @@ class Entries:
         found = self.metadata.get(f"{self.architecture}.{key}", default)
         if found is REQUIRED:
             raise ValueError(f"it has no entry {self.architecture}.{key}")
+        if found is not default and not isinstance(found, _KINDS.get(key, int | float)):
+            raise ValueError(f"{self.architecture}.{key} is of the wrong type: {format_value(found)}")
         # The shortest number that is this float32: 0.22 instead of 0.2199999988.
         return float(f"{found:.7g}") if isinstance(found, float) else found
 
@@ -251,6 +262,29 @@ def _qwen() -> tuple[Row, ...]:
     )
 
 
+def _tiled_delta_net() -> tuple[Row, ...]:
+    """The gated delta rule of Qwen3.5."""
+    ours = f"{_QWEN}.linear_attn"
+    heads = {"in_proj_b.weight": "ssm_beta.weight", "in_proj_a.weight": "ssm_alpha.weight", "dt_bias": "ssm_dt.bias"}
+    return (
+        *_layer(ours, {"in_proj_qkv.weight": "attn_qkv.weight"}, rows=_tiled_after_keys),
+        *_layer(ours, {"in_proj_z.weight": "attn_gate.weight"}, rows=_tiled_values),
+        *_layer(ours, heads, rows=_tiled_heads),
+        *_layer(ours, {"A_log": "ssm_a"}, value=_DECAY, rows=_tiled_heads),
+        *_layer(ours, {"conv1d.weight": "ssm_conv1d.weight"}, shape=_channels, rows=_tiled_after_keys),
+        *_layer(ours, {"out_proj.weight": "ssm_out.weight"}, columns=_tiled_values),
+    )
+
+
+def _qwen_experts() -> tuple[Row, ...]:
+    return (
+        *_layer(f"{_QWEN}.mlp.experts", _EXPERTS),
+        *_layer(f"{_QWEN}.mlp", {"gate.weight": "ffn_gate_inp.weight"}),
+        *_layer(f"{_QWEN}.mlp", {"shared_expert_gate.weight": "ffn_gate_inp_shexp.weight"}, shape=_flat),
+        *_gated(f"{_QWEN}.mlp.shared_expert", end="_shexp"),
+    )
+
+
 # Metadata.
 _SIZES = (
     Entry("embedding_length", "hidden_size"),
@@ -353,7 +387,6 @@ _QWEN_ENTRIES = (
     *_SIZES,
     _CONTEXT,
     _HEADS,
-    _WIDTH,
     Entry("attention.head_count_kv", "num_key_value_heads"),
     Entry("attention.key_length", "head_dim"),
     Entry("attention.value_length", write=lambda c: c.head_dim),
@@ -378,6 +411,13 @@ _QWEN_ENTRIES = (
         default=4,
     ),
 )
+_QWEN_EXPERTS = (
+    Entry("expert_count", "num_experts"),
+    Entry("expert_used_count", "num_experts_per_tok"),
+    Entry("expert_feed_forward_length", "moe_intermediate_size"),
+    Entry("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
+)
+_SECTIONS = Entry("rope.dimension_sections", write=_sections)
 
 
 def _sparse(config: Any) -> bool:
@@ -477,44 +517,22 @@ ARCHITECTURES = {
     ),
     "qwen35": Architecture(
         "qwen3_5_text",
-        (*_QWEN_ENTRIES, Entry("rope.dimension_sections", write=_sections)),
-        (
-            *_qwen(),
-            *_gated(f"{_QWEN}.mlp"),
-            *_layer(f"{_QWEN}.linear_attn", {"in_proj_qkv.weight": "attn_qkv.weight"}, rows=_tiled_after_keys),
-            *_layer(f"{_QWEN}.linear_attn", {"in_proj_z.weight": "attn_gate.weight"}, rows=_tiled_values),
-            *_layer(
-                f"{_QWEN}.linear_attn",
-                {
-                    "in_proj_b.weight": "ssm_beta.weight",
-                    "in_proj_a.weight": "ssm_alpha.weight",
-                    "dt_bias": "ssm_dt.bias",
-                },
-                rows=_tiled_heads,
-            ),
-            *_layer(f"{_QWEN}.linear_attn", {"A_log": "ssm_a"}, value=_DECAY, rows=_tiled_heads),
-            *_layer(
-                f"{_QWEN}.linear_attn", {"conv1d.weight": "ssm_conv1d.weight"}, shape=_channels, rows=_tiled_after_keys
-            ),
-            *_layer(f"{_QWEN}.linear_attn", {"out_proj.weight": "ssm_out.weight"}, columns=_tiled_values),
-        ),
+        (*_QWEN_ENTRIES, _WIDTH, _SECTIONS),
+        (*_qwen(), *_tiled_delta_net(), *_gated(f"{_QWEN}.mlp")),
+        check=_qwen_check,
+    ),
+    "qwen35moe": Architecture(
+        "qwen3_5_moe_text",
+        (*_QWEN_ENTRIES, *_QWEN_EXPERTS, _SECTIONS),
+        (*_qwen(), *_tiled_delta_net(), *_qwen_experts()),
         check=_qwen_check,
     ),
     "qwen3next": Architecture(
         "qwen3_next",
-        (
-            *_QWEN_ENTRIES,
-            Entry("expert_count", "num_experts"),
-            Entry("expert_used_count", "num_experts_per_tok"),
-            Entry("expert_feed_forward_length", "moe_intermediate_size"),
-            Entry("expert_shared_feed_forward_length", "shared_expert_intermediate_size"),
-        ),
+        (*_QWEN_ENTRIES, _WIDTH, *_QWEN_EXPERTS),
         (
             *_qwen(),
-            *_layer(f"{_QWEN}.mlp.experts", _EXPERTS),
-            *_layer(f"{_QWEN}.mlp", {"gate.weight": "ffn_gate_inp.weight"}),
-            *_layer(f"{_QWEN}.mlp", {"shared_expert_gate.weight": "ffn_gate_inp_shexp.weight"}, shape=_flat),
-            *_gated(f"{_QWEN}.mlp.shared_expert", end="_shexp"),
+            *_qwen_experts(),
             *_layer(
                 f"{_QWEN}.linear_attn",
                 {"in_proj_qkvz.weight": "attn_qkv.weight attn_gate.weight"},

@@ -82,8 +82,11 @@ def described(container: Container) -> tuple[Architecture, Any]:
             fields[one.field] = one.read(value, entries)
     if "token_embd.weight" not in container.tensors:
         raise ValueError("it has no tensor token_embd.weight")
-    for key, name in _SPECIAL.items():
-        fields[name] = _token(container, key)
+    for key, field in _SPECIAL.items():
+        fields[field] = _token(container, key)
+    # The end of a turn, where it is another token than that of a text.
+    if (end := _token(container, "eot_token_id")) not in (None, fields["eos_token_id"]):
+        fields["eos_token_id"] = [one for one in (fields["eos_token_id"], end) if one is not None]
     fields["vocab_size"] = container.tensors["token_embd.weight"].shape[0]
     fields["tie_word_embeddings"] = "output.weight" not in container.tensors
     config = _config(architecture.kind, {**fields, **architecture.constants})

@@ -13,6 +13,7 @@ from ..._utils.typecheck import format_value
 from ...data import tokenization
 
 MODEL = "gpt2"  # byte-level BPE
+WORLD = "rwkv"  # of RWKV
 _NORMAL, _CONTROL, _USER, _UNUSED = 1, 3, 4, 5
 _WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (
@@ -84,6 +85,23 @@ def read(metadata: Mapping[str, Any]) -> str:
             single=[name, "$A"], pair=[name, "$A", "$B:1"], special_tokens=[(name, first)]
         )
     return made.to_str()
+
+
+def read_words(metadata: Mapping[str, Any]) -> list[bytes]:
+    """Return the bytes of each token of RWKV's World vocabulary, none of tokens without text.
+
+    Raises:
+        ValueError: The tokenizer is damaged.
+    """
+    tokens, types = _texts(metadata, "tokens"), metadata.get("tokenizer.ggml.token_type", ())
+    if not hasattr(types, "__len__") or len(types) != len(tokens):
+        raise ValueError(f"its tokenizer must have {len(tokens):,} types")
+    try:
+        # Some bytes are written as escapes of Python.
+        words = [token.encode("ascii").decode("unicode_escape").encode("latin-1") for token in tokens]
+    except UnicodeError as error:
+        raise ValueError(f"its tokenizer is damaged: {error}") from error
+    return [word if kind == _NORMAL else b"" for word, kind in zip(words, types, strict=True)]
 
 
 def _texts(metadata: Mapping[str, Any], key: str) -> list[str]:

@@ -14,6 +14,9 @@ from .build.openmp import threads
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # as in the kernels
 HALVES = TYPES | {torch.float16: 2}  # token steps and convolutions also take float16
 MAPS = {"elu": 0, "relu": 1, "squared_relu": 2, "exp": 3}  # as in linear/maps.h
+# As in quantized/product.h: the formats of weights that it reads, and what it rounds activations to.
+FORMATS = {"Q8_0": 1, "Q4_0": 2, "Q4_K": 3, "Q6_K": 4}
+ACTIVATIONS = {"int16": 0, "int8": 1, "float32": 2}
 LARGEST = 1024  # channels of a head, plus one; below the limits of linear/step.cpp and gated/step.cpp
 
 

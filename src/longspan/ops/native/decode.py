@@ -8,13 +8,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..quantized.native import ACTIVATIONS as ROUNDED
-from ..quantized.native import FORMATS
-from ..quantized.packing import Packed
 from .build.openmp import threads
+from .call import ACTIVATIONS as ROUNDED
+from .call import FORMATS, kernels
 from .call import MAPS as MAPS
 from .call import TYPES as TYPES
-from .call import kernels
 
 # The numbers are those of decode/stages.h and decode/activations.h.
 ACTIVATIONS = {"relu": 0, "gelu": 1, "silu": 2, "squared_relu": 3, "geglu": 4, "swiglu": 5}
@@ -192,23 +190,18 @@ class Weights:
         outputs, inputs = weight.shape
         return Linear(self._keep(packed), bias, inputs, outputs)
 
-    def quantized(
-        self, weight: Packed, activations: str, bias: Tensor | None, *, outputs: int = 0, prepared: bool = False
-    ) -> Linear:
+    def quantized(self, tensors: Iterable[Tensor], how: tuple[str, str], bias: Tensor | None, *sizes: int) -> Linear:
         """Return a quantized map, without a copy of its weight.
 
         Args:
-            weight: The weight.
-            activations: A key of ``quantized.native.ACTIVATIONS``.
+            tensors: The quants, scales and factors of a packed weight.
+            how: Its format and the kind of activations, keys of ``call.FORMATS`` and ``call.ACTIVATIONS``.
             bias: (outputs,), or None.
-            outputs: The first outputs only; 0: all.
-            prepared: Whether the map before this one has the same input, format and activations.
+            sizes: Inputs and outputs. Fewer outputs than those of the weight are the first ones.
         """
-        tensors = (weight.quants, weight.scales, weight.factors)
         quants, scales, factors = (self._keep(t.detach().contiguous()) for t in tensors)
-        numbers = FORMATS[weight.format], ROUNDED[activations], prepared
         bias_at = None if bias is None else self.numbers(bias)
-        return Linear(quants, bias_at, weight.inputs, outputs or weight.outputs, scales, factors, *numbers)
+        return Linear(quants, bias_at, *sizes, scales, factors, FORMATS[how[0]], ROUNDED[how[1]], 0)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float) -> Norm:
         return Norm(self.numbers(weight), None if bias is None else self.numbers(bias), eps)

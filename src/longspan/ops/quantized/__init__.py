@@ -60,7 +60,7 @@ def quantized_linear(
     known(activations, ACTIVATIONS, "kind of activations")
     weight = pack(weight) if isinstance(weight, Blocks) else weight
     check_packed(weight)
-    if not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim() or x.shape[-1] != weight.inputs:
+    if not x.is_floating_point() or not x.dim() or x.shape[-1] != weight.inputs:
         raise ValueError(f"x must be a floating-point tensor (..., K) = (..., {weight.inputs}), not {describe(x)}")
     if bias is not None and (bias.shape != (weight.outputs,) or not bias.is_floating_point()):
         raise ValueError(f"bias must be a floating-point tensor (N,) = ({weight.outputs},), not {describe(bias)}")
@@ -74,7 +74,8 @@ def check_packed(weight: Packed) -> None:
     block, expected = FORMATS[weight.format].block, shapes(weight.format, weight.outputs, weight.inputs)
     if weight.inputs % block:
         raise ValueError(f"{weight.inputs} inputs are not a multiple of {block}, the block of {weight.format}")
-    for name, tensor, shape in zip(Packed._fields, weight, expected, strict=False):
+    tensors = weight.quants, weight.scales, weight.factors
+    for name, tensor, shape in zip(Packed._fields, tensors, expected, strict=False):
         if tensor.shape != shape or tensor.dtype != torch.uint8:
             raise ValueError(f"{name} of the packed weight must be uint8 {shape}, not {describe(tensor)}")
 

@@ -7,12 +7,8 @@ from torch import Tensor
 
 from ..native import build, call
 from ..native.build.openmp import threads
-from ..native.call import HALVES, available, check_allocated, kernels, pointers, readable
+from ..native.call import ACTIVATIONS, FORMATS, HALVES, available, check_allocated, kernels, pointers, readable
 from .operands import Map
-
-# As in native/quantized/product.h.
-FORMATS = {"Q8_0": 1, "Q4_0": 2, "Q4_K": 3, "Q6_K": 4}
-ACTIVATIONS = {"int16": 0, "int8": 1, "float32": 2}
 
 
 def why_not(r: Map) -> str:
