@@ -245,6 +245,24 @@ def test_texts_with_drafts_are_those_without(kind, draft):
     assert torch.equal(made.generate(x, **more, **given), made.generate(x, **more))
 
 
+def test_heads_that_predict_several_tokens_draft_for_a_recurrent_model(monkeypatch):
+    """With random heads: transformers reads them from a checkpoint."""
+    undoes()
+    from transformers.modeling_layers import MtpModel
+
+    layers = {"layer_types": ["linear_attention"] * 2 + ["full_attention"], "mtp_layer_types": ["full_attention"]}
+    made, x = model("bailing_hybrid", num_mtp_layers=1, mtp_mlp_layer_types=["dense"], **layers), tokens(1, 9)
+    heads, more = MtpModel(made, 1).eval(), {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    drafted = []
+    heads.register_forward_hook(lambda *_: drafted.append(1))
+    monkeypatch.setattr(MtpModel, "from_pretrained", lambda *_, **__: heads)
+    with pytest.raises(ValueError, match="not supported with stateful models"):
+        made.generate(x, **more, use_mtp=True)
+    on_cpu.accelerate(made)
+    assert torch.equal(made.generate(x, **more, use_mtp=True), made.generate(x, **more))
+    assert drafted
+
+
 def test_positions_that_are_given_stay():
     made, x = accelerated("bamba"), tokens(1, 12)
     with torch.no_grad():
