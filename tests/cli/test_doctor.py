@@ -24,7 +24,7 @@ def cache(tmp_path, monkeypatch):
 def test_kernels_are_reported(cache, capsys, monkeypatch):
     library, origin, path = ctypes.CDLL(None), "compiled here by c++ 12", "/some/where.so"
     kernels = build.Kernels(library, origin, "-O3 -g", path, "none prebuilt", isa="avx2")
-    owned = instruction_sets.TABLE["x86_64"][2:]
+    owned = [one for one in instruction_sets.TABLE["x86_64"] if one.name in ("generic", "avx2", "avx512")]
     monkeypatch.setattr(instruction_sets, "owned", lambda: owned)
     monkeypatch.setattr(build, "find", lambda unit: kernels)
     monkeypatch.setattr(build, "compile_ahead", lambda *units: None)
