@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 
+import longspan
 from hybrids import (
     CONVOLUTIONS,
     KINDS,
@@ -30,6 +31,7 @@ from hybrids import (
 from longspan.compat import transformers as on_cpu
 from longspan.compat.transformers import undoing
 from longspan.compat.transformers.models import MODELS
+from longspan.models import quantization
 from longspan.ops.gated import native
 
 # Types whose original caches lose the padding after the first token (MiniMax), mix the rows of a batch (RWKV), or lose
@@ -314,3 +316,20 @@ def test_half_precision_is_as_near_to_float64_as_the_original_code(kind, dtype):
     # The median over tokens: the few for which rounding chooses another expert are off by much, by either way.
     errors = [float((found.double() - wanted).norm(dim=-1).median()) for found in (ours, theirs)]
     assert errors[0] < 1.15 * errors[1]
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "mamba2"])
+def test_quantized_models_keep_their_text_on_our_kernels(kind, monkeypatch):
+    """Mamba-2 reads the dtype of its head's weight in every call."""
+    served(kind)
+    monkeypatch.setattr(quantization, "SMALL", 16)  # since these models are small
+    made, x = model(kind), tokens(2, 9)
+    with torch.no_grad():
+        exact = made(x).logits
+        report = longspan.quantize(made, "int8")
+        rounded = made(x).logits
+        on_cpu.accelerate(made)
+        found = made(x).logits
+    assert {layer.name for layer in report if layer.format} > {"lm_head"}
+    assert off(rounded, exact) < 0.03
+    assert far(found, rounded) < 1e-4

@@ -81,7 +81,9 @@ class Rwkv6(Mixer):
         delta = before - x
         first, act, second = self.x_proj
         low = act(first(x, delta)).unflatten(-1, (5, -1))  # (B,N,5,rank)
-        up = second.get_parameter("weight").unflatten(1, (5, -1))  # (hidden,5,rank)
+        # Not a parameter if the layer is quantized.
+        weight: Any = second.weight
+        up = weight.unflatten(1, (5, -1))  # (hidden,5,rank)
         mixes = torch.einsum("bnsr,hsr->sbnh", low, up)
         mixes = mixes + self.x_bias[:, None, None]
         projections = self.r_proj, self.w_proj, self.k_proj, self.v_proj, self.g_proj
