@@ -13,9 +13,12 @@ pytest.importorskip("transformers")
 import servers  # noqa: E402
 
 import hybrids  # noqa: E402
-from longspan.cli.serve import _loaded  # noqa: E402
+from longspan.cli.serve import loaded  # noqa: E402
 from longspan.data import documents, tokenization  # noqa: E402
+from longspan.models.sampling import Sampling  # noqa: E402
+from longspan.serving import Pool  # noqa: E402
 from longspan.serving.chat_reply import Thoughts  # noqa: E402
+from longspan.serving.conversation import Conversation  # noqa: E402
 
 pytestmark = [pytest.mark.usefixtures("restored"), pytest.mark.filterwarnings("ignore")]
 
@@ -71,7 +74,7 @@ class Running(servers.Running):
         (folder / "chat_template.jinja").unlink(missing_ok=True)
         if template:
             (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-        model, codec, _ = _loaded(str(folder), "")
+        model, codec, _ = loaded(str(folder), "")
         model.double()
         super().__init__(model, codec=codec, pool={"slots": 4, "capacity": 512})
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
@@ -142,6 +145,20 @@ def test_a_session_reads_what_the_whole_chat_has(folder, name):
             whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
             assert squeezed(text).startswith(squeezed(whole + answer))
             messages.append({"role": "assistant", "content": answer})
+
+
+def test_the_command_answers_as_the_server_does(folder):
+    rng, messages = random.Random(4), [{"role": "system", "content": "Be kind."}]
+    with Running(folder, TEMPLATES["chatml"]) as running:
+        pool = Pool(running.model, slots=1, capacity=512)
+        options = {"system": "Be kind.", "max_tokens": 3, "sampling": Sampling(temperature=0.0)}
+        talk, session = Conversation(pool, running.codec, **options), running.client.post("/sessions", json={}).json()
+        for turn in range(3):
+            messages = [*(messages if not turn else []), {"role": "user", "content": said(rng)}]
+            extra = {"session": session["id"]}
+            expected = running.ask(messages, extra_body=extra, max_tokens=3).choices[0].message.content
+            assert "".join(talk.ask(messages[-1]["content"])) == expected
+        assert list(talk.session.tokens) == running.client.get(f"/sessions/{session['id']}").json()["tokens"]
 
 
 def test_the_reasoning_is_apart_from_the_answer(folder):

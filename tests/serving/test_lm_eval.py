@@ -19,7 +19,7 @@ import servers
 
 import hybrids
 from lm_eval_process import SENTENCES, write_tasks
-from longspan.cli.serve import _loaded
+from longspan.cli.serve import loaded
 from longspan.compat.transformers import LongspanConfig, LongspanForCausalLM
 from longspan.data import documents, tokenization
 
@@ -48,7 +48,7 @@ def evaluated(folder, way):
 
 def served(folder, **pool):
     """The same from a server of the folder."""
-    model, codec, _ = _loaded(str(folder), "")
+    model, codec, _ = loaded(str(folder), "")
     with servers.Running(model, codec=codec, name=str(folder), pool={"slots": 4, "queue": 64} | pool) as running:
         return evaluated(folder, running.url)
 

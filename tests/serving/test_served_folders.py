@@ -8,7 +8,7 @@ import torch
 
 import longspan
 from longspan.cli import entry, export
-from longspan.cli.serve import _loaded
+from longspan.cli.serve import loaded
 from longspan.compat import gguf
 from longspan.data import documents, tokenization
 from longspan.serving.text import Bytes
@@ -41,7 +41,7 @@ class Running(servers.Running):
     """A server of a folder."""
 
     def __init__(self, folder, stop="", **pool):
-        model, codec, _ = _loaded(str(folder), stop)
+        model, codec, _ = loaded(str(folder), stop)
         super().__init__(model, codec=codec, pool={"slots": 4} | pool)
 
     def post(self, **body):
@@ -120,9 +120,9 @@ def test_folders_of_ours_without_a_tokenizer(tmp_path):
         model, _ = decoder("", vocab, data)
         made = on_cpu.LongspanForCausalLM(on_cpu.LongspanConfig.of(model.config, {"data": data}), model)
         made.save_pretrained(tmp_path / data[:4])
-        assert isinstance(_loaded(str(tmp_path / data[:4]), "")[1], kind)
+        assert isinstance(loaded(str(tmp_path / data[:4]), "")[1], kind)
         with pytest.raises(ValueError, match=r"requires a model with a tokenizer.*no tokenizer\.json"):
-            _loaded(str(tmp_path / data[:4]), "x")
+            loaded(str(tmp_path / data[:4]), "x")
 
 
 def test_a_model_of_fla(tokenizer, tmp_path):
@@ -134,7 +134,7 @@ def test_a_model_of_fla(tokenizer, tmp_path):
         model.lm_head.weight[vocab:] = 0
     model.save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
-    assert _loaded(str(tmp_path), "")[1].ends == (vocab, vocab + 1)
+    assert loaded(str(tmp_path), "")[1].ends == (vocab, vocab + 1)
     served(tmp_path, generated(model), capacity=60)
 
 
@@ -149,7 +149,7 @@ def test_a_hybrid_of_transformers(kind, tokenizer, tmp_path):
     (tmp_path / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     on_cpu.accelerate(model)
     served(tmp_path, generated(model), capacity=60)
-    assert _loaded(str(tmp_path), "")[1].ends == (tokenization.parsed(tokenizer).token_to_id(tokenization.END),)
+    assert loaded(str(tmp_path), "")[1].ends == (tokenization.parsed(tokenizer).token_to_id(tokenization.END),)
 
 
 def test_a_gguf_file(tokenizer, tmp_path):
@@ -182,7 +182,7 @@ def test_special_tokens_of_a_folder_are_added(tokenizer, tmp_path):
     )
     build("gla", vocab_size=made.get_vocab_size(), num_heads=2).save_pretrained(tmp_path)
     made.save(str(tmp_path / "tokenizer.json"))
-    codec = _loaded(str(tmp_path), "")[1]
+    codec = loaded(str(tmp_path), "")[1]
     assert isinstance(codec, Tokenized)
     assert codec.encode("ab")[0] == end
 
@@ -201,10 +201,10 @@ def test_what_is_not_served_says_why(tokenizer, tmp_path):
         ("mamba2", "has no tokenizer.json"),
     ):
         with pytest.raises(ValueError, match=rf"{kind}.*{why}"):
-            _loaded(folder(kind, model_type=kind), "")
+            loaded(folder(kind, model_type=kind), "")
     with pytest.raises(ValueError, match="holds no|no checkpoint|config"):
-        _loaded(folder("empty"), "")
+        loaded(folder("empty"), "")
     build("gla", vocab_size=300, num_heads=2).save_pretrained(tmp_path / "gla")
     (tmp_path / "gla" / "tokenizer.json").write_text(tokenizer, encoding="utf-8")
     with pytest.raises(ValueError, match="no token 'nope'"):
-        _loaded(str(tmp_path / "gla"), "nope")
+        loaded(str(tmp_path / "gla"), "nope")

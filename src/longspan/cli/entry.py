@@ -31,6 +31,7 @@ COMMANDS = {
     "train": ("train", "Train a model from a recipe or from flags."),
     "eval": ("evaluate", "Evaluate a trained model: bits per token, exact match or accuracy."),
     "generate": ("generate", "Generate images, text or target sequences from a trained model."),
+    "chat": ("chat", "Talk with a model in the terminal."),
     "serve": ("serve", "Serve a trained decoder over HTTP, many streams at a time."),
     "transcribe": ("transcribe", "Transcribe recordings of speech, offline or streaming."),
     "consolidate": ("consolidate", "Gather the weights of a sharded training run into one file."),

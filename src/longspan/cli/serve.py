@@ -57,6 +57,7 @@ def parser() -> Parser:
         metavar="TOKEN",
         help="a token of the tokenizer that ends a stream; by default <|endoftext|>, or what the folder's configs name",
     )
+    parser.add_argument("--weights", choices=("int8", "int4"), help="round the weights of the model to 8 or 4 bits")
     parser.add_argument("--prefix-mb", type=natural_int(10**6), default=0, help="memory for states of known beginnings")
     parser.add_argument(
         "--checkpoint-every",
@@ -115,7 +116,11 @@ def _serve(args: Any, sockets: list[socket.socket]) -> int:
 
     access = _access(args, sockets)
     reuse_pages()
-    model, codec, grid = _loaded(args.model, args.stop)
+    model, codec, grid = loaded(args.model, args.stop)
+    if args.weights:
+        from ..models.quantization import quantize
+
+        quantize(model, args.weights)
     pool = Pool(
         model,
         slots=args.slots,
@@ -174,7 +179,7 @@ def _access(args: Any, sockets: list[socket.socket]) -> Any:
     return access
 
 
-def _loaded(source: str, stop: str) -> tuple[Any, Any, tuple[int, ...]]:
+def loaded(source: str, stop: str) -> tuple[Any, Any, tuple[int, ...]]:
     """Load a model -> it, what turns its tokens into text or None, and the shape of its images or ()."""
     from ..models import pretrained
     from ..serving import hub

@@ -2,11 +2,13 @@
 
 from ..models.sampling import Sampling
 from .adapters import Servable
+from .conversation import Conversation
 from .pool import Full, Pool, Stream
 from .prefix_cache import PrefixCache
 from .sessions import Session, SessionError, Sessions
 
 __all__ = [
+    "Conversation",
     "Full",
     "Pool",
     "PrefixCache",

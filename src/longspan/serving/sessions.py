@@ -20,7 +20,7 @@ from .. import states
 from .._utils import atomic_io, locks
 from ..models.decoder import Decoder, DecoderState
 from ..states.utils import grow_capacity
-from .adapters import FlaModel, TransformersModel
+from .adapters import FlaModel, Servable, TransformersModel
 from .pool import Pool
 
 ID = re.compile(r"sess-[0-9a-f]{32}")
@@ -219,31 +219,14 @@ class Sessions:
                 self._known(name)
                 return self._kept[name]
         path = self._path(name)
-        with torch.no_grad():
-            like = _Saved(
-                torch.zeros(1, 0, dtype=torch.int64),
-                torch.zeros(1, dtype=torch.int64),
-                self.model.init_state(1, 0),
-            )
-            try:
-                _check_id(path, states.read_metadata(path))
-                found = states.load(path, like)
-            except ValueError as error:
-                # A turn replaces a file and never removes it, so a session without a file is deleted.
-                if not path.exists():
-                    raise _unknown(name) from error
-                raise SessionError(f"session {name!r} cannot be read: {error}", "damaged") from error
-        tokens, pending, position = found.tokens[0].tolist(), int(found.pending), int(found.state.position)
-        # The start token counts in the position, and the tokens exclude it.
-        expected = (self.model.start is not None) + len(tokens) - pending
-        fits = position == expected if position else pending == len(tokens)
-        if not fits or any(not 0 <= token < self.vocab for token in tokens):
-            raise SessionError(
-                f"session {name!r} cannot be read: its state has read {position} tokens, which does not fit its "
-                f"{len(tokens)} tokens with {pending} pending",
-                "damaged",
-            )
-        return Session(tuple(tokens), pending, found.state if position else None)
+        try:
+            _check_id(path, states.read_metadata(path))
+            return load_session(path, self.model, self.vocab)
+        except ValueError as error:
+            # A turn replaces a file and never removes it, so a session without a file is deleted.
+            if not path.exists():
+                raise _unknown(name) from error
+            raise SessionError(f"session {name!r} cannot be read: {error}", "damaged") from error
 
     def create(self, session: Session, parent: str = "") -> Entry:
         """Keep a new session.
@@ -304,11 +287,6 @@ class Sessions:
     def _put(self, entry: Entry, session: Session) -> Entry:
         entry = self.measured(entry, session)
         if self.folder is not None:
-            tokens = torch.tensor([session.tokens], dtype=torch.int64).reshape(1, -1)
-            state = session.state
-            if state is None:
-                with torch.no_grad():
-                    state = self.model.init_state(1, 0)
             facts = {
                 "id": entry.id,
                 "model": self.digest,
@@ -318,7 +296,7 @@ class Sessions:
                 "parent": entry.parent,
             }
             try:
-                states.save(_Saved(tokens, torch.tensor([session.pending]), state), self._path(entry.id), facts)
+                save_session(session, self._path(entry.id), self.model, facts)
             except ValueError as error:
                 raise SessionError(str(error), "unwritable") from error
         with self._guard:
@@ -347,6 +325,34 @@ class Sessions:
                 reason = str(error) if isinstance(error, ValueError) else f"{path} has no entry {error}"
                 entry = Entry(name, 0, 0, path.lstat().st_size, damage=reason)
             self._entries[name] = entry
+
+
+def save_session(session: Session, path: Path, model: Servable, facts: dict[str, str]) -> None:
+    """Write a session to a file, with facts about it. Raises ValueError if the file cannot be written."""
+    tokens = torch.tensor([session.tokens], dtype=torch.int64).reshape(1, -1)
+    with torch.no_grad():
+        state = model.init_state(1, 0) if session.state is None else session.state
+    states.save(_Saved(tokens, torch.tensor([session.pending]), state), path, facts)
+
+
+def load_session(path: Path, model: Servable, vocab: int) -> Session:
+    """Read a session of a model from a file.
+
+    Raises:
+        ValueError: The file is damaged, or does not fit the model.
+    """
+    with torch.no_grad():
+        like = _Saved(torch.zeros(1, 0, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), model.init_state(1, 0))
+        found = states.load(path, like)
+    tokens, pending, position = found.tokens[0].tolist(), int(found.pending), int(found.state.position)
+    # The start token counts in the position, and the tokens exclude it.
+    expected = (model.start is not None) + len(tokens) - pending
+    fits = position == expected if position else pending == len(tokens)
+    if not fits or any(not 0 <= token < vocab for token in tokens):
+        raise ValueError(
+            f"its state has read {position} tokens, which does not fit its {len(tokens)} tokens with {pending} pending"
+        )
+    return Session(tuple(tokens), pending, found.state if position else None)
 
 
 def _unknown(name: str) -> SessionError:
