@@ -177,9 +177,7 @@ def test_replace_takes_the_place_of_the_real_one_until_uninstall(real):
 
 # What a command or a pool does with other libraries' models.
 USERS = {
-    Path("bench/hybrids.py"),
-    Path("bench/rwkv7.py"),
-    Path("experiments/demo.py"),
+    Path("_api.py"),
     Path("cli/doctor.py"),
     Path("cli/export.py"),
     Path("serving/adapters.py"),
