@@ -94,7 +94,7 @@ def linear_cross_entropy(
     return loss.view(target.shape)
 
 
-def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, options: _Options) -> None:
+def _check(hidden: Any, weight: Any, target: Any, bias: Any, options: _Options) -> None:
     if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or hidden.ndim < 1:
         raise ValueError(f"hidden must be a floating-point (..., D), not {describe(hidden)}")
     size = hidden.shape[-1]
@@ -226,7 +226,8 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grad_outputs
         if ctx.reduced:
             # In place: the gradient of a large output layer should be there once.
             scaled = torch.mul if torch.compiler.is_compiling() else Tensor.mul_

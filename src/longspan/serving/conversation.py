@@ -40,7 +40,8 @@ class Conversation:
         sampling: Sampling | None = None,
         draft: Literal["prompt-lookup"] | None = None,
     ):
-        self.pool, self.codec, self.system, self.max_tokens, self.draft = pool, codec, system, max_tokens, draft
+        self.pool, self.codec, self.system, self.max_tokens = pool, codec, system, max_tokens
+        self.draft: Literal["prompt-lookup"] | None = draft
         self.template: Template | None = getattr(codec, "template", None)
         self.sampling = sampling or Sampling()
         self.session, self.turns = Session(), list[Session]()
