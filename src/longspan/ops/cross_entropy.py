@@ -226,8 +226,9 @@ class _Loss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (grad,) = grad_outputs
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (one gradient for each output)
+        ctx: Any, grad: Tensor
+    ) -> tuple[Tensor | None, ...]:
         if ctx.reduced:
             # In place: the gradient of a large output layer should be there once.
             scaled = torch.mul if torch.compiler.is_compiling() else Tensor.mul_
