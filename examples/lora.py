@@ -15,10 +15,13 @@ from pathlib import Path
 
 import torch
 from peft import LoraConfig, get_peft_model
+from peft.tuners.lora import Linear as LoraLinear
 from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+import longspan
 import longspan.compat.transformers as on_cpu
+from longspan.modules.quantized import QuantizedLinear
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument("--model", default="", help="name on the Hub or folder; default: random weights")
@@ -29,6 +32,7 @@ parser.add_argument("--rows", type=int, default=8, help="paragraphs packed into 
 parser.add_argument("--width", type=int, default=64, help="hidden size of that model, a multiple of 64")
 parser.add_argument("--vocabulary", type=int, default=256, help="tokens of that model, of which the text has 256")
 parser.add_argument("--stock", action="store_true", help="train with transformers' own code")
+parser.add_argument("--weights", choices=("int8", "int4"), help="round the frozen weights to 8 or 4 bits")
 parser.add_argument("--rank", type=int, default=8, help="rank of the adapter")
 args = parser.parse_args()
 
@@ -63,10 +67,15 @@ else:
     )
     sequences = [{"input_ids": list(text.encode())} for text in paragraphs]
 
+# Adapters on all projections, those of the recurrent layers included.
+config = LoraConfig(r=args.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+if args.weights:
+    layers = [layer.name for layer in longspan.quantize(model, args.weights) if layer.format]
+    config.target_modules = [name for name in layers if not name.endswith(("embed_tokens", "lm_head"))]
+    config._register_custom_module({QuantizedLinear: LoraLinear})
 if not args.stock:
     on_cpu.accelerate(model, lazy_logits=True)
-# Adapters on all projections, those of the recurrent layers included.
-model = get_peft_model(model, LoraConfig(r=args.rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+model = get_peft_model(model, config)
 model.print_trainable_parameters()
 trainer = Trainer(
     model=model,

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+import longspan
 from hybrids import KINDS, accelerated, far, gradients, model, same_gradients, tokens
 from longspan.compat.transformers import accelerate
 from longspan.compat.transformers.lazy_logits import LazyLogits
+from longspan.modules.quantized import Quantized, QuantizedLinear
 from longspan.ops import cross_entropy
 
 pytestmark = pytest.mark.usefixtures("restored")
@@ -89,6 +91,31 @@ def test_an_adapter_of_peft_trains():
             accelerate(adapted, lazy_logits=True)
         found.append(trained(adapted.train(), ids))
     assert far(found[1][0].loss, found[0][0].loss) < 1e-6
+    same_gradients(found[1][1], found[0][1])
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`", "ignore:Unsupported layer type")
+def test_adapters_train_on_weights_in_blocks():
+    """Loss and gradients are those of a model with the dequantized weights."""
+    peft = pytest.importorskip("peft")
+    ids, found = tokens(2, 13), []
+    for blocks in (False, True):
+        made = model("mamba2")
+        longspan.quantize(made, "int8", activations="float32")
+        if not blocks:
+            numbers = {name: m.dequantize() for name, m in made.named_modules() if isinstance(m, Quantized)}
+            made = model("mamba2")
+            with torch.no_grad():
+                for name, number in numbers.items():
+                    made.get_submodule(name).weight.copy_(number)
+        config = peft.LoraConfig(target_modules=["in_proj"], init_lora_weights=False)
+        config._register_custom_module({QuantizedLinear: peft.tuners.lora.Linear})
+        torch.manual_seed(0)
+        adapted = peft.get_peft_model(made, config)
+        accelerate(adapted, lazy_logits=True)
+        found.append(trained(adapted.train(), ids))
+    assert len(found[1][1]) == 4
+    assert far(found[1][0].loss, found[0][0].loss) < 1e-5
     same_gradients(found[1][1], found[0][1])
 
 

@@ -7,6 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan
 from longspan.ops import cross_entropy
+from longspan.ops.quantized import formats, pack
 
 ROWS, LEVELS, DIM = 23, 41, 6
 OPTIONS = {
@@ -85,6 +86,20 @@ def test_narrow_types_are_summed_in_float32(dtype, reduction):
     for a, b in zip(found, torch.autograd.grad(expected.sum(), exact), strict=True):
         assert a.dtype == dtype
         assert (a - b).norm() <= limit * b.norm()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_weight_in_blocks_equals_its_numbers(reduction):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 64, generator=generator) for n in (ROWS, LEVELS))
+    blocks = formats.quantize(weight, "Q8_0")
+    leaves, target = [hidden.requires_grad_(), torch.randn(LEVELS).requires_grad_()], operands()[1]
+    options = {"reduction": reduction, "label_smoothing": 0.1, "softcap": 5.0}
+    found = longspan.linear_cross_entropy(hidden, pack(blocks), target, leaves[1], activations="float32", **options)
+    expected = longspan.linear_cross_entropy(hidden, formats.dequantize(blocks), target, leaves[1], **options)
+    pairs = zip(*(torch.autograd.grad(loss.sum(), leaves) for loss in (found, expected)), strict=True)
+    for a, b in [(found, expected), *pairs]:
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
 def test_it_never_holds_the_logits():

@@ -4,10 +4,16 @@ from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._utils.spec import known
 from .arguments import describe
+from .quantized import check_packed, multiply
+from .quantized.composed import transposed
+from .quantized.operands import ACTIVATIONS, Map
+from .quantized.packing import Packed
 
 CHUNK = 2**24  # logits that are in memory at a time: 64 MiB in float32
 
@@ -18,14 +24,17 @@ class _Options(NamedTuple):
     label_smoothing: float
     z_loss: float
     softcap: float | None
+    packed: Packed | None = None  # in place of a weight
+    activations: str = "int16"
 
 
 def linear_cross_entropy(
     hidden: Tensor,
-    weight: Tensor,
+    weight: Tensor | Packed,
     target: Tensor,
     bias: Tensor | None = None,
     *,
+    activations: str = "int16",
     reduction: Literal["mean", "sum", "none"] = "mean",
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
@@ -48,9 +57,11 @@ def linear_cross_entropy(
 
     Args:
         hidden: (..., D), float32, float64, float16 or bfloat16.
-        weight: (V,D), of the same dtype, for example that of an output layer or of a token embedding.
+        weight: (V,D), of the same dtype, for example that of an output layer or of a token embedding; or one in blocks
+            of few bits, from ``longspan.ops.quantized.pack``, which gets no gradient.
         target: (...) int64, 0 to V-1 or ``ignore_index``.
         bias: (V,), of the same dtype.
+        activations: With a weight in blocks, as in ``longspan.quantized_linear``.
         reduction: ``mean`` over the positions that are not ignored (NaN if there are none), ``sum``, or ``none``.
         ignore_index: The target of positions without a loss and without a gradient.
         label_smoothing: $s$, from 0 to 1, as in ``F.cross_entropy``.
@@ -73,20 +84,21 @@ def linear_cross_entropy(
         >>> hidden, weight = torch.randn(5, 8), torch.randn(1000, 8)
         >>> loss = longspan.linear_cross_entropy(hidden, weight, torch.tensor([3, 1, 4, 1, -100]))
     """
-    options = _Options(reduction, ignore_index, label_smoothing, z_loss, softcap)
-    _check(hidden, weight, target, bias, options)
+    packed, dense = (weight, None) if isinstance(weight, Packed) else (None, weight)
+    options = _Options(reduction, ignore_index, label_smoothing, z_loss, softcap, packed, activations)
+    _check(hidden, dense, target, bias, options)
     kind = hidden.device.type
     if torch.is_autocast_enabled(kind):
         # As F.linear does.
         low = torch.get_autocast_dtype(kind)
-        hidden, weight = hidden.to(low), weight.to(low)
+        hidden, dense = hidden.to(low), None if dense is None else dense.to(low)
         bias = None if bias is None else bias.to(low)
     rows, labels = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
     real = None
     if not torch.compiler.is_compiling() and bool((found := labels != ignore_index).logical_not().any()):
         real, rows, labels = found, rows[found], labels[found]
     with torch.autocast(kind, enabled=False):
-        loss = _Loss.apply(rows, weight, bias, labels, options)
+        loss = _Loss.apply(rows, dense, bias, labels, options)
     if reduction != "none":
         return loss
     if real is not None:
@@ -97,15 +109,21 @@ def linear_cross_entropy(
 def _check(hidden: Any, weight: Any, target: Any, bias: Any, options: _Options) -> None:
     if not isinstance(hidden, Tensor) or not hidden.is_floating_point() or hidden.ndim < 1:
         raise ValueError(f"hidden must be a floating-point (..., D), not {describe(hidden)}")
-    size = hidden.shape[-1]
-    if not isinstance(weight, Tensor) or weight.dtype != hidden.dtype or weight.ndim != 2 or weight.shape[1] != size:
+    size, packed = hidden.shape[-1], options.packed
+    if packed is not None:
+        known(options.activations, ACTIVATIONS, "kind of activations")
+        check_packed(packed)
+        if packed.inputs != size:
+            raise ValueError(f"weight must be (V, {size}), not {(packed.outputs, packed.inputs)} in {packed.format}")
+    elif not isinstance(weight, Tensor) or weight.dtype != hidden.dtype or weight.ndim != 2 or weight.shape[1] != size:
         raise ValueError(f"weight must be {hidden.dtype} (V, {size}), not {describe(weight)}")
-    levels = len(weight)
-    if bias is not None and (bias.dtype != weight.dtype or bias.shape != (levels,)):
-        raise ValueError(f"bias must be {weight.dtype} ({levels},), not {describe(bias)}")
+    levels = _levels(weight, options)
+    if bias is not None and (bias.dtype != hidden.dtype or bias.shape != (levels,)):
+        raise ValueError(f"bias must be {hidden.dtype} ({levels},), not {describe(bias)}")
     if not isinstance(target, Tensor) or target.dtype != torch.int64 or target.shape != hidden.shape[:-1]:
         raise ValueError(f"target must be int64 {tuple(hidden.shape[:-1])}, one per position, not {describe(target)}")
-    devices = {str(t.device) for t in (hidden, weight, target, bias) if t is not None}
+    held = weight if packed is None else packed.quants
+    devices = {str(t.device) for t in (hidden, held, target, bias) if t is not None}
     if len(devices) > 1:
         raise ValueError(
             f"hidden, weight, target and bias must be on one device, not on {' and '.join(sorted(devices))}"
@@ -126,6 +144,11 @@ def _check(hidden: Any, weight: Any, target: Any, bias: Any, options: _Options) 
                 f"target ranges from {low} to {high}; it must be 0 to {levels - 1}, or {options.ignore_index} where "
                 "there is no loss"
             )
+
+
+def _levels(weight: Tensor | None, options: _Options) -> int:
+    """Return V."""
+    return len(weight) if options.packed is None else options.packed.outputs  # pyright: ignore[reportArgumentType] (one of both is there)
 
 
 def _chunks(rows: int, levels: int) -> Iterator[slice]:
@@ -155,8 +178,11 @@ class _Terms(NamedTuple):
         return slope if self.bent is None else slope.mul_(self.bent.square_().neg_().add_(1))
 
 
-def _terms(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: _Options) -> _Terms:
-    logits = torch.nn.functional.linear(hidden, weight, bias)
+def _terms(hidden: Tensor, weight: Any, bias: Tensor | None, target: Tensor, options: _Options) -> _Terms:
+    if options.packed is None:
+        logits = F.linear(hidden, weight, bias)
+    else:
+        logits = multiply(Map(hidden, bias, *options.packed, options.activations))
     logits = logits if logits.dtype == torch.float64 else logits.float()
     bent = None
     if options.softcap is not None:
@@ -176,21 +202,23 @@ def _terms(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, 
 class _Gradients:
     """The gradients of hidden, weight and bias that are needed, summed over chunks of rows."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Any):
-        wide = torch.promote_types(weight.dtype, torch.float32)
+    def __init__(self, hidden: Tensor, weight: Any, bias: Tensor | None, needed: Any, packed: Packed | None):
+        wide, self.packed = torch.promote_types(hidden.dtype, torch.float32), packed
         self.hidden = torch.empty_like(hidden) if needed[0] else None
         self.weight = torch.zeros_like(weight, dtype=wide) if needed[1] else None
         self.bias = torch.zeros_like(bias, dtype=wide) if bias is not None and needed[2] else None
 
-    def add(self, part: slice, slope: Tensor, hidden: Tensor, weight: Tensor) -> None:
+    def add(self, part: slice, slope: Tensor, hidden: Tensor, weight: Any) -> None:
         """Add those of a chunk, from the gradient of its logits."""
         if self.bias is not None:
             self.bias += slope.sum(0)
-        slope = slope.to(weight.dtype)
-        if self.hidden is not None:
+        slope = slope.to(hidden.dtype)
+        if self.hidden is not None and self.packed is not None:
+            self.hidden[part] = transposed(slope, self.packed)
+        elif self.hidden is not None:
             torch.mm(slope, weight, out=self.hidden[part])
         if self.weight is not None:
-            if self.weight.dtype == weight.dtype:
+            if self.weight.dtype == hidden.dtype:
                 self.weight.addmm_(slope.t(), hidden[part])
             else:
                 self.weight += slope.t() @ hidden[part]
@@ -203,23 +231,23 @@ class _Gradients:
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, options: _Options
+        ctx: Any, hidden: Tensor, weight: Tensor | None, bias: Tensor | None, target: Tensor, options: _Options
     ) -> Tensor:
         ctx.options, whole = options, options.reduction == "none"
         loss = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         # Of one number, the gradients need no second look at the logits.
         grows = any(ctx.needs_input_grad[:3]) and not whole
-        found = _Gradients(hidden, weight, bias, ctx.needs_input_grad) if grows else None
+        found = _Gradients(hidden, weight, bias, ctx.needs_input_grad, options.packed) if grows else None
         count = (target != options.ignore_index).sum().to(loss.dtype)
         factor = count.reciprocal() if options.reduction == "mean" else torch.ones_like(count)
-        for part in _chunks(len(hidden), len(weight)):
+        for part in _chunks(len(hidden), _levels(weight, ctx.options)):
             terms = _terms(hidden[part], weight, bias, target[part], options)
             loss[part] = terms.loss
             if found:
                 found.add(part, terms.gradient(factor, options), hidden, weight)
         ctx.reduced = not whole
         if found:
-            ctx.save_for_backward(*found.all(weight))
+            ctx.save_for_backward(*found.all(hidden))
         else:
             ctx.save_for_backward(hidden, weight, bias, target)
         return loss if whole else loss.sum() * factor
@@ -234,8 +262,8 @@ class _Loss(torch.autograd.Function):
             scaled = torch.mul if torch.compiler.is_compiling() else Tensor.mul_
             return *(None if t is None else scaled(t, grad.to(t.dtype)) for t in ctx.saved_tensors), None, None
         hidden, weight, bias, target = ctx.saved_tensors
-        found = _Gradients(hidden, weight, bias, ctx.needs_input_grad)
-        for part in _chunks(len(hidden), len(weight)):
+        found = _Gradients(hidden, weight, bias, ctx.needs_input_grad, ctx.options.packed)
+        for part in _chunks(len(hidden), _levels(weight, ctx.options)):
             terms = _terms(hidden[part], weight, bias, target[part], ctx.options)
             found.add(part, terms.gradient(grad[part, None], ctx.options), hidden, weight)
-        return *found.all(weight), None, None
+        return *found.all(hidden), None, None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from ...modules.quantized import QuantizedLinear
 from ...ops.cross_entropy import linear_cross_entropy
 
 
@@ -19,21 +20,26 @@ class LazyLogits:
 
     Args:
         hidden: (B,N,D).
-        head: The output layer.
+        head: The output layer, an ``nn.Linear`` or a ``QuantizedLinear``.
         factor: What the map is multiplied by.
         cap: The cap of the logits; None: no cap.
         bent: Whether the values stand for the tanh of the logits so far.
     """
 
     def __init__(
-        self, hidden: Tensor, head: nn.Linear, factor: float = 1.0, cap: float | None = None, bent: bool = False
+        self,
+        hidden: Tensor,
+        head: Any,
+        factor: float = 1.0,
+        cap: float | None = None,
+        bent: bool = False,
     ):
         self.hidden, self.head, self.factor, self.cap, self.bent = hidden, head, factor, cap, bent
 
     @functools.cached_property
     def tensor(self) -> Tensor:
         """The logits."""
-        found = nn.functional.linear(self.hidden, self.head.weight, self.head.bias)
+        found = type(self.head).forward(self.head, self.hidden)
         if self.cap is None and not self.bent:
             return found if self.factor == 1 else found * self.factor
         found = (found.float() * (self.factor / (self.cap or 1.0))).tanh()
@@ -42,7 +48,10 @@ class LazyLogits:
     def loss(self, labels: Tensor, **options: Any) -> Tensor:
         """``linear_cross_entropy`` of these logits."""
         hidden = self.hidden if self.factor == 1 else self.hidden * self.factor
-        return linear_cross_entropy(hidden, self.head.weight, labels, self.head.bias, softcap=self.cap, **options)
+        weight: Any = self.head.weight
+        if isinstance(self.head, QuantizedLinear):
+            weight, options = self.head.packed, options | {"activations": self.head.activations}
+        return linear_cross_entropy(hidden, weight, labels, self.head.bias, softcap=self.cap, **options)
 
     @property
     def shape(self) -> torch.Size:
@@ -97,7 +106,7 @@ class LazyLogits:
         return len(self.hidden)
 
 
-def forward(head: nn.Linear, hidden: Tensor) -> Any:
+def forward(head: Any, hidden: Tensor) -> Any:
     """Replace the ``forward`` of an output layer: in training its logits are lazy."""
     lazy = head.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     return LazyLogits(hidden, head) if lazy else type(head).forward(head, hidden)
@@ -117,7 +126,7 @@ def loss(usual: Callable[..., Tensor], logits: Any, labels: Tensor, *args: Any, 
 
 def why_not(model: Any) -> str:
     """Return why a model's logits cannot be lazy, "" if they can."""
-    if type(output_layer(model)) is not nn.Linear:
+    if type(output_layer(model)) not in (nn.Linear, QuantizedLinear):
         return "its output layer is no nn.Linear"
     if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
         return "its loss is not that of a causal language model"
