@@ -106,7 +106,7 @@ def request(dice: random.Random) -> tuple[int, tuple[str, str, dict[str, str]], 
                 ("GET", "/v1/sessions/x", 400),
                 ("GET", "/v1/sessions/sess-" + "0" * 32, 404),
                 ("DELETE", "/v1/sessions/sess-" + "0" * 32, 404),
-                ("POST", "/v1/chat/completions", 404),
+                ("POST", "/v1/chat/completions", 400),
             ]
         )
     if dice.random() < 0.06:

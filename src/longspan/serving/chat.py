@@ -143,23 +143,21 @@ class Chat:
     """whether the prompt ends with the first of them"""
 
 
-def chat(body: Any, *, template: Template | None, model: str, codec: Any, vocab: int, max_tokens: int) -> Chat:
+def chat(body: Any, *, template: Template, model: str, codec: Any, vocab: int, max_tokens: int) -> Chat:
     """Check a body of ``/v1/chat/completions``, and render its messages.
 
     Args:
         body: The parsed JSON.
-        template: The chat template; None for a model without one.
+        template: The chat template.
         model: The name of the served model.
         codec: Text to tokens.
         vocab: Number of tokens.
         max_tokens: The largest ``max_tokens``.
 
     Raises:
-        RequestError: For a model without a template, an unknown field, values of another type or out of range, and
-            messages that the template refuses.
+        RequestError: For an unknown field, values of another type or out of range, and messages that the template
+            refuses.
     """
-    if template is None:
-        raise RequestError("this model has no chat template; use /v1/completions", "messages", code="no_chat_template")
     known = chat_fields(model=model, vocab=vocab, max_tokens=max_tokens)
     check_names(body, known, model)
     check_neutral(body, known)

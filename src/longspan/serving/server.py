@@ -145,6 +145,8 @@ class Server:
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         began, limit = time.monotonic(), self.limits.tokens
+        if self.template is None:
+            raise RequestError("this model has no chat template; use /v1/completions", code="no_chat_template")
         facts: dict[str, Any] = {"template": self.template, "model": self.name, "codec": self.codec}
         found = await self._body(request, lambda body: chat(body, **facts, vocab=self.pool.vocab, max_tokens=limit))
         return await self._reply(request, found.completion, began, functools.partial(ChatReply, found))
