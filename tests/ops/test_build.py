@@ -43,6 +43,7 @@ from longspan.ops.native.build import (
     trial,
     trusted,
 )
+from longspan.ops.quantized import formats
 
 try:
     COMPILER = toolchain.find_compiler()
@@ -360,6 +361,9 @@ class TestFamilies:
             "general": lambda: longspan.general_delta_rule(x, x, x, read=x, erase=x),
             "convolution": lambda: convolution.convolve(x[0, :, :, :2], weights),
             "scan": lambda: longspan.diagonal_scan(x[0], -torch.ones(2, 5, 4)),
+            "quantized": lambda: longspan.quantized_linear(
+                torch.ones(1, 32), formats.quantize(torch.ones(1, 32), "Q8_0")
+            ),
             "pattern": lambda: sparse.native.why_not(x, x, x),
             "decode": lambda: Engine.why_not(Decoder(DecoderConfig(vocab=2, length=2, dim=8, heads=2, depth=1))),
         }
