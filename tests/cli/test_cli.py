@@ -96,7 +96,7 @@ def test_help_documents_every_flag(command, capsys):
 
 # A command line -> values that the message names, separated by " & ".
 MISTAKES = {
-    "trian": "unknown command 'trian' (did you mean 'train'?); known: bench, check, cite",
+    "trian": "unknown command 'trian' (did you mean 'train'?); known: bench, chat, check",
     "--vershun": "unknown option '--vershun'; known: --debug, --help, --import, --version",
     "list --jsn": "unknown option '--jsn' (did you mean '--json'?); known: --help, --json",
     "list more": "unrecognized arguments: more; see longspan list --help",
