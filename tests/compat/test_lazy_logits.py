@@ -125,7 +125,7 @@ def test_adapters_train_on_weights_in_blocks():
         (lambda: None, "lazy_logits=True needs a model"),
         (
             lambda: model("mamba2").backbone,
-            "the logits of Mamba2Model cannot be lazy: its output layer is no nn.Linear",
+            "the logits of Mamba2Model cannot be lazy: its output layer must be an nn.Linear",
         ),
     ],
 )

@@ -125,7 +125,7 @@ def test_checkpoints_keep_it(tmp_path):
     ("layers", "message"),
     [
         ([], "quantized must be a dict by layer"),
-        ({"heads": {}}, "quantized has 'heads', which is no linear layer"),
+        ({"heads": {}}, "quantized has 'heads', but the model has no linear layer"),
         ({"head": {"format": "Q8_0"}}, "quantized['head'] must have format and activations"),
         ({"head": {"format": "Q9", "activations": "int16"}}, "unknown format of blocks 'Q9'"),
         ({"head": {"format": "Q4_K", "activations": "int16"}}, "64 inputs are no whole blocks of Q4_K"),

@@ -190,7 +190,7 @@ def test_it_compiles_in_one_graph():
         ({"weight": torch.zeros(41, 6).double()}, "weight must be torch.float32"),
         ({"bias": torch.zeros(40)}, r"bias must be torch.float32 \(41,\), not torch.float32 \(40,\)"),
         ({"target": torch.zeros(3).long()}, r"target must be int64 \(2,\), one per position, not torch.int64 \(3,\)"),
-        ({"target": torch.tensor([0, 41])}, "target ranges from 0 to 41; it must be 0 to 40, or -100"),
+        ({"target": torch.tensor([0, 41])}, "target ranges from 0 to 41; it must be from 0 to 40, or -100"),
         ({"target": torch.tensor([0, -1])}, "target ranges from -1 to 0"),
         ({"target": torch.zeros(2).long().to("meta")}, "must be on one device, not on cpu and meta"),
         ({"reduction": "avg"}, "reduction='avg' must be mean, sum or none"),

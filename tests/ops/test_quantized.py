@@ -51,7 +51,7 @@ BLOCKS = {
         [25.0, -24.0],
         -15.0,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("format", FORMATS)

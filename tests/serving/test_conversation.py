@@ -144,7 +144,7 @@ def test_the_command(monkeypatch, capsys, tmp_path):
     assert "at one" in found
     assert "one: 15 tokens" in found
     assert found.count("undone") == 3
-    assert "there is no turn to undo" in found
+    assert "nothing to undo: the chat has no turns" in found
     assert "unknown command /nope; /help lists the commands" in found
     assert "/undo takes nothing after it" in found
     assert "/save needs a file" in found

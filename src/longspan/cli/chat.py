@@ -137,7 +137,7 @@ def _command(talk: Any, branches: dict[str, Any], text: str) -> bool:
         case "/help":
             print(COMMANDS)
         case "/undo":
-            print("undone" if talk.undo() else "there is no turn to undo")
+            print("undone" if talk.undo() else "nothing to undo: the chat has no turns")
         case "/reset":
             talk.reset()
         case "/branch" if not argument:

@@ -63,7 +63,7 @@ def _to_gguf(args) -> int:
     gguf.save(model, args.file, weights=args.weights, **texts)
     print(f"{args.file}: {model.config.model_type}, weights in {args.weights}, {os.path.getsize(args.file):,} bytes")
     if "tokenizer" not in texts:
-        print("it has no tokenizer: there is no tokenizer.json")
+        print("written without a tokenizer, since the folder has no tokenizer.json")
     return 0
 
 

@@ -152,7 +152,9 @@ def restore(model: nn.Module, layers: Any) -> None:
     for name, entry in layers.items():
         module = found.get(name)
         if type(module) not in (nn.Linear, nn.Embedding):
-            raise ValueError(f"quantized has {format_value(name)}, which is no linear layer or embedding of the model")
+            raise ValueError(
+                f"quantized has {format_value(name)}, but the model has no linear layer or embedding of this name"
+            )
         if not isinstance(entry, dict) or set(entry) != {"format", "activations"}:
             raise ValueError(f"quantized[{name!r}] must have format and activations, not {format_value(entry)}")
         form = known(entry["format"], formats.FORMATS, "format of blocks")

@@ -141,8 +141,8 @@ def _check(hidden: Any, weight: Any, target: Any, bias: Any, options: _Options) 
         low, high = (int(t) for t in found.aminmax()) if found.numel() else (0, 0)
         if low < 0 or high >= levels:
             raise ValueError(
-                f"target ranges from {low} to {high}; it must be 0 to {levels - 1}, or {options.ignore_index} where "
-                "there is no loss"
+                f"target ranges from {low} to {high}; it must be from 0 to {levels - 1}, or {options.ignore_index} to "
+                "ignore a position"
             )
 
 

@@ -179,9 +179,7 @@ def chat(body: Any, *, template: Template, model: str, codec: Any, vocab: int, m
         options["tools"] = tools
     more = body.get("chat_template_kwargs") or {}
     if taken := sorted(more.keys() & {*options, "messages", "conversation", "chat_template", "tokenize", "tools"}):
-        raise RequestError(
-            f"chat_template_kwargs has {short(taken[0])}, which is no variable of a template", "messages"
-        )
+        raise RequestError(f"chat_template_kwargs has {short(taken[0])}, which the server sets itself", "messages")
     options |= more
     text = template.render(messages, **options)
     tokens = _encoded(codec, text)

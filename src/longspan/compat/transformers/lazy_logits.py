@@ -127,7 +127,7 @@ def loss(usual: Callable[..., Tensor], logits: Any, labels: Tensor, *args: Any, 
 def why_not(model: Any) -> str:
     """Return why a model's logits cannot be lazy, "" if they can."""
     if type(output_layer(model)) not in (nn.Linear, QuantizedLinear):
-        return "its output layer is no nn.Linear"
+        return "its output layer must be an nn.Linear or a QuantizedLinear"
     if getattr(model.loss_function, "__name__", "") != "ForCausalLMLoss":
         return "its loss is not that of a causal language model"
     return ""
