@@ -26,15 +26,11 @@ def said(talk, text):
 
 def tokens_alone(talk, prompt, n):
     """The most likely n tokens after others, by the model itself."""
-    model, found = talk.pool.model, [model_start(talk.pool.model), *prompt]
+    model, found = talk.pool.model, [talk.pool.model.start, *prompt]
     with torch.no_grad():
         for _ in range(n):
             found.append(int(model(torch.tensor([found]))[0][0, -1].argmax()))
     return tuple(found[1 + len(prompt) :])
-
-
-def model_start(model):
-    return model.start
 
 
 def test_turns_continue_each_other():

@@ -226,7 +226,7 @@ class Engine:
         return state
 
     def _known(self, state: DecoderState) -> Known:
-        """Check a state, copy tensors that share memory, and return it with the addresses of its tensors."""
+        """Check a state, make its tensors contiguous, and return it with their addresses."""
         # Nearly always, the state of a call is the one that the last call of this thread returned.
         last: Known | None = getattr(self.local, "last", None)
         if last is not None and state is last.state and _places(state) == last.places:
