@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 from ..models import checkpoint
-from . import gguf
 
 
 def load(folder: str | Path) -> Any:
@@ -24,14 +23,9 @@ def load(folder: str | Path) -> Any:
         ValueError: If the folder is missing or not a checkpoint, has another format, or has a file that was changed; if
             the weights do not fit the config, are not floating-point numbers or are NaN; if a GGUF file is damaged or
             has an architecture or type of weights that is not supported.
-
-    Example:
-        >>> import tempfile, longspan
-        >>> model = longspan.Decoder(longspan.DecoderConfig(dim=8, depth=2, heads=2, feedforward=16, vocab=5))
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     longspan.save(model, f"{folder}/model")
-        ...     again = longspan.load(f"{folder}/model")
-        >>> again.config == model.config
-        True
     """
-    return gguf.load(folder) if gguf.is_file(folder) else checkpoint.load(folder)
+    if not isinstance(folder, str | Path) or Path(folder).suffix.lower() != ".gguf":
+        return checkpoint.load(folder)
+    from . import gguf  # only here, since it takes time to import
+
+    return gguf.load(folder)
