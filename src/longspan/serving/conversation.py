@@ -11,6 +11,7 @@ from .. import states
 from ..models.sampling import Sampling
 from .chat import Template
 from .pool import Pool
+from .requests import following
 from .sessions import Session, continued, load_session, model_digest, save_session
 from .text import decoded
 
@@ -109,8 +110,7 @@ class Conversation:
             first = [{"role": "system", "content": self.system}] if self.system else []
             return tuple(self.codec.encode_more(self.template.render([*first, message], add_generation_prompt=True)))
         more = self.codec.encode_more(self.template.render_more([message], add_generation_prompt=True))
-        # The answer may have ended with the token that ends it.
-        return tuple(more[1:] if more[:1] == [tokens[-1]] else more)
+        return tuple(following(tokens, tuple(more)))
 
     def undo(self) -> bool:
         """Go back to before the last turn -> whether there was one."""

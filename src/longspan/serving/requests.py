@@ -219,9 +219,7 @@ class Completion:
         """Return the prompt after the tokens of a session."""
         if not tokens:
             return self.prompts[0]
-        # The answer may have ended with the token that ends it.
-        ended = self.ends_turns and self.later[:1] == (tokens[-1],)
-        return list(self.later[1:] if ended else self.later)
+        return following(tokens, self.later) if self.ends_turns else list(self.later)
 
     @property
     def scores(self) -> bool:
@@ -233,6 +231,11 @@ class Completion:
         base = self.sampling
         first = base.seed + index * self.n
         return [replace(base, seed=_as_64_bits(first + i)) for i in range(self.n)]
+
+
+def following(tokens: Sequence[int], more: Sequence[int]) -> list[int]:
+    """Return the tokens of a next turn, without a first one that ends an answer and has been drawn already."""
+    return list(more[1:] if more[:1] == tokens[-1:] else more)
 
 
 def _as_64_bits(seed: int) -> int:
