@@ -16,6 +16,7 @@ NEVER = ("1e30", "nan", "inf", "-inf", "1" + "0" * 30, "")
 # What stands before the options: positional arguments, none of which is looked at before the numbers are.
 WORDS = {
     "serve": ["m"],
+    "chat": ["m"],
     "eval": ["m"],
     "generate": ["m"],
     "transcribe": ["m", "a.wav"],

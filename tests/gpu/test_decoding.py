@@ -136,7 +136,7 @@ def test_adaptive_span_may_read_all_keys_of_the_state(monkeypatch):
 @pytest.mark.parametrize("spec", [*NEEDED, "gla; softmax; local(window=3)"])
 def test_graphs_draw_the_tokens_of_the_plain_step(spec):
     torch.manual_seed(0)
-    model = Decoder(DecoderConfig(**SIZES, attention=spec)).double().cuda().eval()
+    model = Decoder(DecoderConfig(**SIZES | {"depth": 3}, attention=spec)).double().cuda().eval()
     for rows in (1, 3):
         prompt = torch.randint(0, 7, (rows, 6), device="cuda")
         for options in ({"temperature": 0}, {"seed": 1}, {"seed": 2, "stop": 3}):
@@ -149,7 +149,7 @@ def test_graphs_draw_the_tokens_of_the_plain_step(spec):
 def test_token_steps_do_not_wait_on_cuda():
     """What the fake device counts, as CUDA sees it."""
     torch.manual_seed(0)
-    model = Decoder(DecoderConfig(**SIZES, attention="gla; softmax; retention")).cuda().eval()
+    model = Decoder(DecoderConfig(**SIZES | {"depth": 3}, attention="gla; softmax; retention")).cuda().eval()
     token = torch.zeros(2, 1, dtype=torch.int64, device="cuda")
     with torch.no_grad():
         _, state = model(token, fix_capacity(model.init_state(2, 9), 9), donate=True)

@@ -57,6 +57,8 @@ def test_blocks_of_packed_rows_hold_what_the_pattern_allows(text, which):
     allowed = sparse.allowed_at(pattern, at, at, 2, 1)
     alike = (starts[:, :, None] == starts[:, None]) & (starts >= 0)[:, None]
     expected = allowed & alike[:, None]
+    lists = block.kv_num_blocks, block.kv_indices, block.full_kv_num_blocks, block.full_kv_indices
+    assert all(one.is_contiguous() for one in lists)  # the kernels do not read their strides
     b, h, place = torch.arange(len(ids))[:, None, None, None], torch.arange(2)[:, None, None], torch.arange(N)
     by_pair = block.mask_mod(b, h, place[:, None], place[None])
     torch.testing.assert_close(by_pair, expected.expand_as(by_pair), rtol=0, atol=0)

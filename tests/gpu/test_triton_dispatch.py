@@ -14,6 +14,6 @@ def test_tensors_on_the_cpu_do_not_choose_triton():
 
 
 def test_a_forced_call_that_triton_cannot_serve_raises():
-    q = torch.randn(1, 2, 8, 16, dtype=torch.float64)
+    q = torch.randn(1, 2, 8, 16, dtype=torch.float64, device="cuda" if torch.cuda.is_available() else "cpu")
     with longspan.backend("triton"), pytest.raises(ValueError, match="float32, bfloat16 or float16"):
         longspan.linear_attention(q, q, q)

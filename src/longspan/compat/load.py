@@ -23,6 +23,15 @@ def load(folder: str | Path) -> Any:
         ValueError: If the folder is missing or not a checkpoint, has another format, or has a file that was changed; if
             the weights do not fit the config, are not floating-point numbers or are NaN; if a GGUF file is damaged or
             has an architecture or type of weights that is not supported.
+
+    >>> import tempfile
+    >>> import longspan
+    >>> model = longspan.Decoder(longspan.DecoderConfig(dim=16, depth=1, heads=2, feedforward=32, vocab=5))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     longspan.save(model, f"{folder}/model")
+    ...     loaded = longspan.load(f"{folder}/model")
+    >>> loaded.config == model.config
+    True
     """
     if not isinstance(folder, str | Path) or Path(folder).suffix.lower() != ".gguf":
         return checkpoint.load(folder)

@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .backends import choose_backend, is_forced, log_backend, resolve_backend
 from .custom_ops import Kernel
-from .operands import in_onnx, transformed
+from .operands import exporting, in_onnx, transformed
 from .shards import active_shards
 
 Result = tuple[Tensor, Tensor]  # the output and the state after it
@@ -71,7 +70,7 @@ def serve(forms: Forms, r: Any, donate: bool = False, declined: bool = False) ->
         return forms.masked(partial(serve, forms), r)
     if forms.onnx is not None and in_onnx():
         return forms.onnx(r)
-    if torch.compiler.is_exporting():
+    if exporting():
         return forms.exported(r)
     table = forms.table
     if r.token and r.mask is None and not declined:

@@ -33,10 +33,15 @@ def zero_masked(mask: Tensor | None, *tensors: Tensor | None) -> Sequence[Any]:
     return [t if t is None else t.masked_fill(away if t.dim() == 4 else away[..., 0], 0.0) for t in tensors]
 
 
+def exporting() -> bool:
+    """Return whether ``torch.export`` makes its program. ``is_exporting`` is True under torch.compile of torch 2.11."""
+    return getattr(torch.compiler, "_is_exporting_flag", False)
+
+
 def in_onnx() -> bool:
     """Return whether ``torch.onnx.export`` makes its graph, which may contain only what ONNX has operators for."""
     # Before torch 2.8 this cannot be known, and no operator of another domain can be written.
-    return torch.compiler.is_exporting() and hasattr(torch.onnx, "ops") and torch.onnx.is_in_onnx_export()
+    return exporting() and hasattr(torch.onnx, "ops") and torch.onnx.is_in_onnx_export()
 
 
 def transformed() -> bool:
@@ -52,7 +57,7 @@ def transformed() -> bool:
 
 def unreadable(tensors: Sequence[Tensor]) -> str:
     """Return why no kernel may read these tensors, on any device; empty if it may."""
-    if torch.compiler.is_exporting():
+    if exporting():
         return "they are not part of an exported program"
     # Subclasses with ``__torch_dispatch__``, such as fake tensors, may have no memory.
     if not torch.compiler.is_compiling() and (

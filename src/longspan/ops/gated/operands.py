@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Required, TypedDict
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -13,7 +12,7 @@ from ..arguments import CallOptions, StateOptions, check_operands, misfit
 from ..forms import Forms, serve, step
 from ..isolated import Packed, Part, isolated
 from ..native.call import LARGEST
-from ..operands import check_donation, zero_masked
+from ..operands import check_donation, exporting, zero_masked
 from ..packed import by_sequence, count_states, one_token
 from ..tensors import per_root, unit, upcast_half, wide_dtype
 from .decays import LOWEST
@@ -181,7 +180,7 @@ def call(
 
 def serve_with_keys(forms: Forms, r: Any, donate: bool = False, declined: bool = False) -> tuple[Tensor, Tensor]:
     """``forms.serve`` for any number of key channels: D = 0 equals one channel of zeros, which every form can take."""
-    if r.q.shape[-1] or torch.compiler.is_exporting():
+    if r.q.shape[-1] or exporting():
         return serve(forms, r, donate, declined)
     vectors = {name: getattr(r, name) for name in r.TOKENS if name != "v"}
     padded = {name: F.pad(t, (0, 1)) for name, t in vectors.items() if t is not None and t.dim() == 4}

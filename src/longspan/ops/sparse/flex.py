@@ -235,7 +235,11 @@ def _from_lists(partial: Tensor, full: Tensor, n: int, allowed: Callable[..., Te
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(...,nb,nb) bool -> count of True in each row (...,nb), and column indices, those of True first (...,nb,nb)."""
+    """(...,nb,nb) bool -> count of True in each row (...,nb), and column indices, those of True first (...,nb,nb).
+
+    Contiguous, as the kernels read them whatever their strides are.
+    """
+    blocks = blocks.contiguous()
     order = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True)
     return blocks.sum(-1).int(), order.int()
 

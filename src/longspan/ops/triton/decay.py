@@ -24,8 +24,8 @@ A border of packed sequences is a log decay that leaves nothing. A masked token 
 With ``table`` (spans, 2), spans begin and end where it says, so that each lies in one sequence of cu_seqlens.
 
 Products of two inputs multiply in their type. A state, a decayed key and the like would lose digits in 16 bits:
-``mixed`` multiplies them as two bfloat16 numbers each, or in TF32 with float16, in which they would overflow. The
-interpreter multiplies in float32 (``WIDE``), but rounds as the products on a GPU do.
+``mixed`` multiplies them as two bfloat16 numbers each, or with float16, in which they would overflow, as two of TF32.
+The interpreter multiplies in float32 (``WIDE``), but rounds as the products on a GPU do.
 """
 
 from typing import Any
@@ -70,6 +70,12 @@ def operand(x, WIDE: tl.constexpr):
 
 
 @triton.jit
+def short(x):
+    """Return float32 x cut to the digits of TF32. A product of x itself would lose the others."""
+    return (x.to(tl.int32, bitcast=True) & -0x2000).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def mixed(x, y, FINE: tl.constexpr, WIDE: tl.constexpr):
     """Return the product of two matrices, of which one is an input and the other one computed, in float32."""
     if x.dtype == tl.bfloat16:
@@ -80,8 +86,16 @@ def mixed(x, y, FINE: tl.constexpr, WIDE: tl.constexpr):
         high = rounded(x, y.dtype, WIDE)
         low = rounded(x - high.to(tl.float32), y.dtype, WIDE)
         z = tl.dot(low, operand(y, WIDE)) + tl.dot(high, operand(y, WIDE))
+    elif x.dtype == tl.float16:
+        high = short(y)
+        z = tl.dot(x.to(tl.float32), y - high, input_precision=FINE)
+        z += tl.dot(x.to(tl.float32), high, input_precision=FINE)
+    elif y.dtype == tl.float16:
+        high = short(x)
+        z = tl.dot(x - high, y.to(tl.float32), input_precision=FINE)
+        z += tl.dot(high, y.to(tl.float32), input_precision=FINE)
     else:
-        z = tl.dot(x.to(tl.float32), y.to(tl.float32), input_precision=FINE)
+        z = tl.dot(x, y, input_precision=FINE)
     return z
 
 
