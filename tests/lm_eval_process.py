@@ -1,7 +1,7 @@
 """Two tasks of lm-evaluation-harness in a separate process: ``python THIS_FILE MODEL FOLDER WAY``.
 
 MODEL is a folder of transformers. FOLDER has the tasks; ``write_tasks`` writes them. WAY is ``stock``, ``accelerated``,
-or the address of a server. The process writes FOLDER/results.json.
+``pool`` for ``longspan eval --tasks``, or the address of a server. The process writes FOLDER/results.json.
 """
 
 import json
@@ -65,6 +65,13 @@ def judge(model, way):
         # Prompts of several lengths in one request.
         options = {"tokenizer_backend": "huggingface", "tokenizer": model, "max_length": LENGTH + 1, "batch_size": 3}
         return LocalCompletionsAPI(model=model, base_url=f"{way}/v1/completions", **options)
+    if way == "pool":
+        from longspan.cli.serve import loaded
+        from longspan.compat.lm_eval import Judge
+        from longspan.serving import Pool
+
+        found, codec, _ = loaded(model, "")
+        return Judge(Pool(found, slots=5, queue=5, capacity=300), codec)
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -1,5 +1,6 @@
 """``/v1/chat/completions``: templates, streams, sessions, reasoning and errors, against transformers' own code."""
 
+import itertools
 import json
 import random
 
@@ -13,6 +14,7 @@ pytest.importorskip("transformers")
 import servers  # noqa: E402
 
 import hybrids  # noqa: E402
+from longspan.cli import main  # noqa: E402
 from longspan.cli.serve import loaded  # noqa: E402
 from longspan.data import documents, tokenization  # noqa: E402
 from longspan.models.sampling import Sampling  # noqa: E402
@@ -159,6 +161,29 @@ def test_the_command_answers_as_the_server_does(folder):
             expected = running.ask(messages, extra_body=extra, max_tokens=3).choices[0].message.content
             assert "".join(talk.ask(messages[-1]["content"])) == expected
         assert list(talk.session.tokens) == running.client.get(f"/sessions/{session['id']}").json()["tokens"]
+
+
+def test_generate_continues_a_text(folder, capsys):
+    """``longspan generate`` with the folder of a model of transformers: greedy tokens are those of ``generate``."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    given = tokenizer("The old man", return_tensors="pt")
+    found = model.generate(**given, max_new_tokens=12, do_sample=False)[0]
+    ends = set(model.generation_config.eos_token_id)
+    kept = itertools.takewhile(lambda token: token not in ends, found[given.input_ids.shape[1] :].tolist())
+    options = ["--prompt", "The old man", "--tokens", "12", "--temperature", "0"]
+    assert main(["generate", str(folder), *options]) == 0
+    assert capsys.readouterr().out == "The old man" + tokenizer.decode(list(kept)) + "\n"
+    assert main(["generate", str(folder), *options, "--weights", "int8"]) == 0
+    assert capsys.readouterr().out.startswith("The old man")
+    for words, message in (
+        (["--beams", "2"], "--beams is for models of longspan"),
+        (["--draft", "text"], "--draft='text' must be prompt-lookup"),
+        (["--prompt", ""], "a prompt needs at least one token"),
+    ):
+        assert main(["generate", str(folder), *options, *words]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_the_reasoning_is_apart_from_the_answer(folder):

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import servers
 
 import hybrids
 from lm_eval_process import SENTENCES, write_tasks
+from longspan.cli import main
 from longspan.cli.serve import loaded
 from longspan.compat.transformers import LongspanConfig, LongspanForCausalLM
 from longspan.data import documents, tokenization
@@ -62,7 +64,7 @@ def same(found, expected):
 
 
 @pytest.mark.parametrize("kind", [pytest.param("mamba2", marks=pytest.mark.slow), "qwen3_5"])
-def test_a_model_of_transformers_has_equal_figures_in_three_ways(kind, tokenizer, tmp_path):
+def test_a_model_of_transformers_has_equal_figures_in_four_ways(kind, tokenizer, tmp_path):
     hybrids.served(kind)
     if hybrids.version() < (5, 24):
         pytest.skip("pools map caches from transformers 5.24 on")
@@ -73,15 +75,39 @@ def test_a_model_of_transformers_has_equal_figures_in_three_ways(kind, tokenizer
     assert 1 < expected["figures"]["text byte_perplexity"] < 100
     same(evaluated(tmp_path, "accelerated"), expected)
     same(served(tmp_path, capacity=300), expected)
+    same(evaluated(tmp_path, "pool"), expected)
 
 
-def test_a_decoder_of_ours_has_equal_figures_in_two_ways(tokenizer, tmp_path):
+def test_a_decoder_of_ours_has_equal_figures_in_three_ways(tokenizer, tmp_path):
     vocab = tokenization.vocab_of(tokenization.parsed(tokenizer))
     torch.manual_seed(0)
     sizes = {"dim": 16, "depth": 2, "heads": 2, "positions": "none", "attention": "gated_deltanet"}
     LongspanForCausalLM(LongspanConfig(vocab=vocab, **sizes)).save_pretrained(tmp_path)
     _with_tokenizer(tmp_path, tokenizer)
-    same(served(tmp_path), evaluated(tmp_path, "stock"))
+    expected = evaluated(tmp_path, "stock")
+    same(served(tmp_path), expected)
+    same(evaluated(tmp_path, "pool"), expected)
+
+
+def test_the_command_prints_the_metrics(tmp_path, monkeypatch, capsys):
+    task = {"output_type": "generate_until", "generation_kwargs": {"until": ["\n"], "max_gen_toks": 7}}
+    task |= {"task": "words", "test_split": "test", "doc_to_text": "{{text}}", "doc_to_target": "{{text}}"}
+    task |= {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(tmp_path / "words.jsonl")}}}
+    task |= {"metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]}
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps({"text": f"The {n} "}) + "\n" for n in range(3)))
+    (tmp_path / "words.yaml").write_text(json.dumps(task), encoding="utf-8")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    options = ["--tasks", "words", "--task-path", str(tmp_path), "--examples", "2"]
+    assert main(["eval", "text", *options]) == 0
+    assert re.search(r"words +exact_match +0.0000 ± ", capsys.readouterr().out)
+    for words, message in (
+        (["eval", "text", "--tasks", "no_such_task"], "unknown task 'no_such_task'"),
+        (["eval", "text", "--shots", "2"], "--shots requires --tasks"),
+        (["eval", "text", "--tasks", "words", "--stream"], "--stream cannot be combined with --tasks"),
+        (["eval", "mnist", "--tasks", "words"], "mnist has no text"),
+    ):
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
 
 
 def _with_tokenizer(folder, content):

@@ -15,6 +15,7 @@ EXTRAS = {
     "pooch": "data",
     "transformers": "transformers",
     "peft": "lora",
+    "lm_eval": "eval",
     "tokenizers": "tokens",
     "pyarrow": "parquet",
     "datasets": "parquet",

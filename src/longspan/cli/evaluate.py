@@ -16,7 +16,8 @@ def parser() -> Parser:
         "Evaluate a trained model on a held-out split. A decoder gets bits per dimension (images) or per byte (text). "
         "An encoder-decoder gets bits per token and the share of targets that it generates exactly. A classifier gets "
         "its accuracy and bits per label.\n\nBy default, examples are scored independently. --stream and --sliding "
-        "score a text from beginning to end.",
+        "score a text from beginning to end.\n\n--tasks runs tasks of lm-evaluation-harness, on models of other "
+        "libraries too.",
         "longspan eval runs/digits",
         "longspan eval mnist --data mnist:FOLDER --stepwise",
         "longspan eval runs/digits --split validation --stepwise 20 --json",
@@ -24,6 +25,7 @@ def parser() -> Parser:
         "longspan eval runs/xl --stream --sliding 1 --examples 32",
         "longspan eval runs/dates --beams 4",
         "longspan eval runs/labels --data labels:FOLDER",
+        "longspan eval ./Qwen3.5-0.8B --tasks lambada_openai,piqa --examples 200",
     )
     parser.add_argument("folder", type=str, metavar=MODEL, help=HELP)
     parser.add_argument(
@@ -94,6 +96,21 @@ def parser() -> Parser:
     parser.add_argument(
         "--length", type=natural_int(), default=0, help="tokens per window of a text; 0: as in training"
     )
+    parser.add_argument(
+        "--tasks", type=str, default="", metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas"
+    )
+    parser.add_argument(
+        "--task_path", type=str, default="", metavar="DIR", help="with --tasks: a folder of further tasks, as YAML"
+    )
+    parser.add_argument(
+        "--shots", type=natural_int(1000), default=None, help="with --tasks: examples before each question"
+    )
+    parser.add_argument(
+        "--capacity",
+        type=positive_int(10**9),
+        default=4096,
+        help="with --tasks: tokens of a text, for models with a KV cache",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     return parser
 
@@ -103,6 +120,9 @@ def run(args) -> int:
     from ..train.evaluate import default_batch_size
     from . import targets, trained
 
+    if args.tasks:
+        return _tasks(args)
+    targets.refuse(args, {"task_path": "", "shots": None, "capacity": 4096}, "requires --tasks")
     if args.stepwise and (args.stream or args.sliding):
         raise ValueError("--stepwise scores independent examples; it cannot be combined with --stream or --sliding")
     if args.segments and (args.stepwise or args.stream or args.sliding):
@@ -146,6 +166,39 @@ def run(args) -> int:
             f"{step['largest_difference']:.1e} nats; an example has {step['mean']:.1f} nats on average "
             f"({step['examples']} examples)"
         )
+    return 0
+
+
+def _tasks(args) -> int:
+    """Print the metrics of tasks of lm-evaluation-harness."""
+    from .._utils.optional_deps import need
+    from . import targets
+    from .serve import loaded
+
+    need("--tasks", "lm_eval")
+    own = {"ema": False, "data": "", "split": "test", "stepwise": 0, "beams": 0, "length_penalty": 0.0}
+    own |= {"stream": False, "sliding": 0, "segments": False, "length": 0}
+    targets.refuse(args, own, "cannot be combined with --tasks")
+    from ..compat.lm_eval import evaluate
+    from ..ops.buffers import reuse_pages
+    from ..serving import Pool
+
+    reuse_pages()
+    model, codec, _ = loaded(args.folder, "")
+    if codec is None:
+        raise ValueError(f"{args.folder} has no text, which --tasks requires")
+    batch = args.batch or 16
+    pool = Pool(model, slots=batch, queue=batch, capacity=args.capacity)
+    tasks = [name for name in args.tasks.split(",") if name]
+    found = evaluate(pool, codec, tasks, folder=args.task_path, examples=args.examples, shots=args.shots)
+    if args.json:
+        print(json.dumps({"folder": args.folder, "tasks": found}, indent=2))
+        return 0
+    for task, values in found.items():
+        for name, value in values.items():
+            if not name.endswith("_stderr") and name != "sample_len":
+                error = values.get(f"{name}_stderr")
+                print(f"{task:<24} {name:<20} {value:.4f}" + ("" if error is None else f" ± {error:.4f}"))
     return 0
 
 

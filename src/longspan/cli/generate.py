@@ -22,7 +22,10 @@ from .parser import (
     sampling_options,
 )
 
-HELP = model_help("mnist, text") + "; of a run, its best checkpoint is used"
+HELP = (
+    model_help("mnist, text") + "; of a run, its best checkpoint is used. Or a GGUF file, or the folder of a recurrent "
+    "model of transformers or flash-linear-attention with its tokenizer"
+)
 MEMORY = "--count, --beams or --tokens"
 
 
@@ -38,6 +41,7 @@ def parser() -> Parser:
         'longspan generate text --prompt "The prince " --temperature 0.7',
         "longspan generate runs/digits --out samples.png --count 64",
         'longspan generate runs/text --prompt "def " --tokens 500 --temperature 0.8',
+        'longspan generate ./Qwen3.5-0.8B --prompt "The prince " --draft prompt-lookup --weights int8',
         'longspan generate runs/web --prompt "The state" --stop "<|endoftext|>"',
         'longspan generate runs/dates --source "3rd of March, 2021" --beams 4 --n-best 2',
         "longspan generate runs/dates --sources FILE",
@@ -96,6 +100,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--draft_tokens", type=positive_int(64), default=8, help="with --draft: largest number of tokens to guess"
     )
+    parser.add_argument("--weights", choices=("int8", "int4"), help="round the weights of the model to 8 or 4 bits")
     parser.add_argument("--source", type=str, default=None, metavar="TEXT", help="pairs: the source of one target")
     parser.add_argument(
         "--sources", type=str, default="", metavar="FILE", help="pairs: a file with one source per line"
@@ -124,10 +129,18 @@ def parser() -> Parser:
 
 
 def run(args) -> int:
+    from ..serving import hub
     from . import targets, trained
 
+    if hub.is_foreign(args.folder):
+        _foreign(args, sampling_options(args, 1.0, args.seed))
+        return 0
     found = trained.model(args.folder, args.data, ema=args.ema)
     model, name = found.model, found.data
+    if args.weights:
+        from ..models.quantization import quantize
+
+        quantize(model, args.weights)
     if args.draft and (args.beams or trained.kind(name) == trained.PAIRS or trained.shape(model, name).grid):
         raise ValueError("--draft is for samples of text, without --beams")
     if trained.kind(name) == trained.PAIRS:
@@ -265,6 +278,42 @@ def _text(model, args, options) -> None:
         _write(coder.rest() + "\n")
         raise signals.with_text(error, f"interrupted after {done} of {steps} {coder.unit}") from error
     _write(coder.rest() + "\n")
+
+
+def _foreign(args, options) -> None:
+    """Continue a text with a model of another library."""
+    from ..models.sampling import Sampling
+    from ..ops.buffers import reuse_pages
+    from ..serving import Pool, hub
+    from ..serving.conversation import Conversation
+    from . import targets
+
+    own = {"ema": False, "data": "", "out": "", "complete": "", **targets.SOURCES, **targets.SEARCH}
+    targets.refuse(args, own, f"is for models of longspan, and {args.folder} is of another library")
+    if args.draft not in ("", "prompt-lookup"):
+        raise ValueError(f"--draft={args.draft!r} must be prompt-lookup for a model of another library")
+    reuse_pages()
+    model, codec = hub.load(args.folder, args.stop)
+    if codec is None:
+        raise ValueError(f"{args.folder} has no tokenizer, so it has no text")
+    if args.weights:
+        from ..models.quantization import quantize
+
+        quantize(model, args.weights)
+    steps = args.tokens or 256
+    capacity = len(codec.encode(args.prompt)) + steps
+    pool = Pool(model, slots=1, queue=1, capacity=capacity, draft_tokens=args.draft_tokens)
+    talk = Conversation(
+        pool, codec, max_tokens=steps, sampling=Sampling(**options), draft=args.draft or None, template=False
+    )
+    _write(args.prompt)
+    try:
+        for piece in talk.ask(args.prompt):
+            _write(piece)
+    except KeyboardInterrupt as error:
+        _write("\n")
+        raise signals.with_text(error, f"interrupted before {steps} tokens") from error
+    _write("\n")
 
 
 def _searched(model, prompt, steps: int, args, coder: "_Bytes | _Tokens", stop: int | None) -> None:

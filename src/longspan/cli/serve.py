@@ -181,13 +181,12 @@ def _access(args: Any, sockets: list[socket.socket]) -> Any:
 
 def loaded(source: str, stop: str) -> tuple[Any, Any, tuple[int, ...]]:
     """Load a model -> it, what turns its tokens into text or None, and the shape of its images or ()."""
-    from ..models import pretrained
     from ..serving import hub
     from ..serving.text import Bytes
     from ..serving.tokenized import Tokenized
     from . import trained
 
-    if not pretrained.is_pretrained_name(source) and hub.is_foreign(source):
+    if hub.is_foreign(source):
         return *hub.load(source, stop), ()
     model, name, *_ = trained.model(source, "", "decoder")
     if model.tokenizer:

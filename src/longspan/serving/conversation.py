@@ -26,6 +26,7 @@ class Conversation:
         max_tokens: The most tokens of an answer.
         sampling: How tokens are drawn; each turn adds 1 to the seed.
         draft: How tokens are drafted, None for not at all.
+        template: Whether to use the model's chat template if it has one.
 
     Raises:
         ValueError: For a system message without a template, and drafts that the model does not support.
@@ -40,10 +41,11 @@ class Conversation:
         max_tokens: int = 512,
         sampling: Sampling | None = None,
         draft: Literal["prompt-lookup"] | None = None,
+        template: bool = True,
     ):
         self.pool, self.codec, self.system, self.max_tokens = pool, codec, system, max_tokens
         self.draft: Literal["prompt-lookup"] | None = draft
-        self.template: Template | None = getattr(codec, "template", None)
+        self.template: Template | None = getattr(codec, "template", None) if template else None
         self.sampling = sampling or Sampling()
         self.session, self.turns = Session(), list[Session]()
         if system and self.template is None:

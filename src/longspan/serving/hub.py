@@ -9,6 +9,7 @@ from .._utils.optional_deps import need
 from .._utils.typecheck import format_value
 from ..compat import gguf
 from ..data import tokenization
+from ..models import pretrained
 from .adapters import why_not_type
 from .chat import Template
 from .text import Bytes, Words
@@ -18,7 +19,12 @@ TOKENIZER = "tokenizer.json"
 
 
 def is_foreign(source: str) -> bool:
-    """Return whether a source is a GGUF file, or a folder with a ``config.json`` that names a type of transformers."""
+    """Return whether a source is a GGUF file, or a folder with a ``config.json`` that names a type of transformers.
+
+    The name of a pretrained model is that model, whatever folder there is.
+    """
+    if pretrained.is_pretrained_name(source):
+        return False
     return gguf.is_file(source) or "model_type" in _config(Path(source))
 
 
