@@ -333,3 +333,35 @@ def test_quantized_models_keep_their_text_on_our_kernels(kind, monkeypatch):
     assert {layer.name for layer in report if layer.format} > {"lm_head"}
     assert off(rounded, exact) < 0.03
     assert far(found, rounded) < 1e-4
+
+
+def _with_layers_of(library, model):
+    """Replace linear layers by those of another library, with weights of 8 or 4 bits."""
+    if library == "torch":
+        return torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    if library == "torchao":
+        quantization = pytest.importorskip("torchao.quantization")
+        quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+        return model
+    layers = pytest.importorskip("bitsandbytes.nn")
+    for parent in list(model.modules()):
+        for name, old in list(parent.named_children()):
+            if type(old) is torch.nn.Linear:
+                new = layers.Linear4bit(old.in_features, old.out_features, bias=old.bias is not None)
+                new.weight = layers.Params4bit(old.weight.data, requires_grad=False)
+                new.bias = old.bias
+                setattr(parent, name, new.to("cpu"))
+    return model
+
+
+@pytest.mark.filterwarnings("ignore:torch:DeprecationWarning", "ignore:torch.quantize_per_tensor:UserWarning")
+@pytest.mark.parametrize("library", ["torch", "torchao", "bitsandbytes"])
+def test_models_quantized_by_others_keep_their_outputs(library):
+    served("granitemoehybrid")
+    made, x = _with_layers_of(library, model("granitemoehybrid").float()), tokens(2, 9)
+    with torch.no_grad():
+        expected = made(x).logits
+        on_cpu.accelerate(made)
+        assert far(made(x).logits, expected) < 1e-5
+        longer = made.generate(x, max_new_tokens=3, do_sample=False)
+    assert longer.shape == (2, 12)
