@@ -1,5 +1,6 @@
 """What undoing tokens costs: an edit in a long prompt, drafts that are verified in one call, and texts with drafts."""
 
+import importlib.util
 import random
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -27,6 +28,7 @@ from .worker import timed
 
 DTYPES = ("float32", "bfloat16")
 NEW = 8  # tokens of an edit
+EDITS = 4  # at most, of models that read the whole prompt before each
 AGAIN = "no states"  # the edited text is read from its start
 
 
@@ -64,6 +66,8 @@ def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]
     parts: list[tuple[str, Callable[[], list[dict[str, Any]]]]] = [
         (f"room for {room} states", partial(_edits, text, room, options)) for room in options.rooms
     ]
+    if importlib.util.find_spec("transformers"):
+        parts.append(("a model of transformers", partial(_peers, options)))
     parts.append(("the text model with drafts", partial(_texts, "text", text, options)))
     for dtype in options.dtypes:
         parts.append((f"verify in {dtype}", partial(_verify, dtype, options)))
@@ -109,6 +113,12 @@ def _edits(model: Any, room: int, options: Options) -> list[dict[str, Any]]:
         }
         for name, found in shares.items()
     ]
+
+
+def _peers(options: Options) -> list[dict[str, Any]]:
+    from .rewind_peers import edits
+
+    return list(edits(options.length, NEW, options.rooms[0], min(EDITS, options.edits)))
 
 
 def _read(pool: Pool, tokens: list[int]) -> float:
@@ -206,8 +216,10 @@ def _how(options: Options) -> str:
         f"an edit is {NEW} new tokens at a random place of a prompt of {options.length} tokens that the pool has read "
         f"(pretrained text model, one stream, {options.edits} edits, processor time until the first token, as share of "
         f"the whole prompt's); {AGAIN}: the edited text is read from its start, as transformers does, whose caches "
-        f"cannot return to a token of a recurrent layer that they have left; verify: medians of {options.rounds} "
-        f"rounds in turns, one sequence, gated delta rule, {options.dim} channels, {options.depth} "
+        f"cannot return to a token of a recurrent layer that they have left; Mamba-2: a small model "
+        f"with random weights in a pool, in transformers, and in llama.cpp with its own checkpoints where xllamacpp is "
+        f"installed, {EDITS} edits at most; verify: medians of "
+        f"{options.rounds} rounds in turns, one sequence, gated delta rule, {options.dim} channels, {options.depth} "
         f"layers, each call undoes half of the tokens of the call before; texts: {options.tokens} tokens, equal to "
         f"those without drafts, right drafts: all tokens are accepted, wrong drafts: none is"
     )
