@@ -42,22 +42,25 @@ def edits(length: int, new: int, room: int, count: int) -> Iterator[dict[str, An
     prompt = [chance.randrange(VOCAB) for _ in range(length)]
     places = [chance.randrange(1, length) for _ in range(count)]
     texts = [prompt[:place] + [chance.randrange(VOCAB) for _ in range(new)] for place in places]
-    engines: dict[str, Engine] = {}
-    if importlib.util.find_spec("xllamacpp"):
-        engines["llama.cpp"] = _llama(model, length + new + 64)
-    accelerate(model)
-    engines = {f"longspan, {room} states": _pool(model, room), "transformers, from its start": _again(model)} | engines
-    for name, engine in engines.items():
-        found = [engine(prompt, text) for text in texts]
-        shares = [edit / whole for whole, edit in found]
-        yield {
-            "part": "edit",
-            "candidate": f"Mamba-2: {name}",
-            "samples": len(found),
-            "whole": fmean(whole for whole, _ in found),
-            "share": fmean(shares),
-            "worst": max(shares),
-        }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model.gguf"
+        peers: dict[str, Engine] = {}
+        if importlib.util.find_spec("xllamacpp"):
+            gguf.save(model, path, tokenizer=_tokenizer())
+            peers["llama.cpp"] = _llama(path, length + new + 64)
+        accelerate(model)
+        ours: dict[str, Engine] = {f"longspan, {room} states": _pool(model, room)}
+        for name, engine in (ours | {"transformers, from its start": _again(model)} | peers).items():
+            found = [engine(prompt, text) for text in texts]
+            shares = [edit / whole for whole, edit in found]
+            yield {
+                "part": "edit",
+                "candidate": f"Mamba-2: {name}",
+                "samples": len(found),
+                "whole": fmean(whole for whole, _ in found),
+                "share": fmean(shares),
+                "worst": max(shares),
+            }
 
 
 def _timed(call: Callable[[], object]) -> float:
@@ -91,20 +94,21 @@ def _again(model: Any) -> Engine:
     return lambda prompt, edited: (_timed(lambda: read(prompt)), _timed(lambda: read(edited)))
 
 
-def _llama(model: Any, context: int) -> Engine:
-    """llama.cpp's server with the defaults of its checkpoints, on one thread."""
-    import xllamacpp  # pyright: ignore[reportMissingImports] (optional)
+def _tokenizer() -> str:
+    """A tokenizer of bytes, which llama.cpp needs in a file."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    bytewise = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
-    bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue] (a property)
-    bytewise.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue] (a property)
-    folder = tempfile.TemporaryDirectory()
-    path = Path(folder.name) / "model.gguf"
-    gguf.save(model, path, tokenizer=bytewise.to_str())
+    made: Any = Tokenizer(models.BPE(vocab={letter: i for i, letter in enumerate(letters)}, merges=[]))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return made.to_str()
 
-    def run(prompt: list[int], edited: list[int], _: Any = folder) -> tuple[float, float]:  # keeps the folder
+
+def _llama(path: Path, context: int) -> Engine:
+    """llama.cpp's server with the defaults of its checkpoints."""
+    import xllamacpp  # pyright: ignore[reportMissingImports] (optional)
+
+    def run(prompt: list[int], edited: list[int]) -> tuple[float, float]:
         params = xllamacpp.CommonParams()
         params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(path), context, 1, False
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
