@@ -557,9 +557,10 @@ class Tokenizer:
     """What a chat template needs of a tokenizer; the words ``refuse`` and ``think`` have their effect."""
 
     chat_template, eos_token_id = "<think></think>", None
+    asked = ()  # the roles and contents of the last chat
 
-    @staticmethod
-    def apply_chat_template(messages, *, tokenize, add_generation_prompt, continue_final_message):
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, continue_final_message):
+        self.asked = [(one["role"], one["content"]) for one in messages]
         if any(one["content"] == "refuse" for one in messages):
             raise ValueError("no such words")
         return "".join(f"{one['role'][0]}:{one['content']}\n" for one in messages) + (
@@ -587,9 +588,12 @@ def say(page, text):
     page.until("!tip().control && tip().role === 'assistant'")
 
 
-def answered(running, *contents, seed=3):
-    """The answer to messages of user and assistant in turns."""
+def answered(running, *contents, seed=3, system=None):
+    """The answer to messages of user and assistant in turns, which the server was asked for before."""
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    assert running.codec.template.tokenizer.asked == [tuple(one.values()) for one in messages]
     body = {"messages": messages, "max_tokens": 8, "seed": seed}
     return running.client.post("/chat/completions", json=body).json()["choices"][0]["message"]["content"]
 
@@ -619,13 +623,12 @@ def test_a_chat_streams_stops_and_branches(browser, talking):
             gate.step(4)
             page.until("tip().content.length > 1")
             assert page.js("$('run').disabled && tip().control !== null")
-            begun = page.js("tip().content")
             page.click("#stop")
             page.until("tip().state === 'stopped'")
+            begun = page.js("tip().content")
         until(lambda: talking.pool.idle)
-        first = answered(talking, "hello\nyou")
-        assert first.startswith(begun)
-        assert said(page) == ["hello\nyou", page.js("tip().content")]
+        assert answered(talking, "hello\nyou").startswith(begun)
+        assert said(page) == ["hello\nyou", begun]
         # Another answer with the next seed is a version.
         page.click("[aria-label='Regenerate message 2']")
         page.until("!tip().control")
@@ -636,7 +639,9 @@ def test_a_chat_streams_stops_and_branches(browser, talking):
         assert said(page) == ["hello\nyou", again, "and", end]
         page.click("[aria-label='Previous version of message 2']")
         assert said(page) == ["hello\nyou", begun]
+        # The focus stays, on the same button of the other version.
         page.press("Enter", 0, "\r")
+        assert said(page) == ["hello\nyou", again, "and", end]
         # An edit begins a branch in place of what followed.
         page.click("[aria-label='Edit message 1']")
         page.write(".message textarea", "bye")
@@ -668,6 +673,10 @@ def test_a_chat_streams_stops_and_branches(browser, talking):
         assert page.until("window.copied") == "mine"
         page.click("#clear")
         assert said(page) == []
+        page.click("#chatsection summary")
+        page.write("#system", "be kind")
+        say(page, "hi")
+        assert said(page) == ["hi", answered(talking, "hi", system="be kind")]
         page.click("#totexts")
         run(page, "a text", tokens=5)
         page.until("items[0]?.state === 'full length'")
