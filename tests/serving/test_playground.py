@@ -4,17 +4,20 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import json
 import re
 import threading
 
 import pytest
 from pools import Wrapped, decoder
-from servers import Running, until
+from servers import Gate, Running, until
 
 from browser import Browser, chromium
 from longspan.cli import main
 from longspan.models.sampling import OPTIONS
+from longspan.serving.chat import Template
 from longspan.serving.guard import Access
+from longspan.serving.text import Bytes
 
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
@@ -473,13 +476,23 @@ def test_a_model_of_tokens_takes_numbers(browser):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("image", [False, True])
+@pytest.mark.parametrize("kind", ["text", "image", "chat"])
 @pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_overflows_and_everything_has_a_name(browser, running, image, width):
+def test_nothing_overflows_and_everything_has_a_name(browser, request, kind, width):
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(Running(decoder(vocab=17), **GRID)) if image else running
+        if kind == "image":
+            server = stack.enter_context(Running(decoder(vocab=17), **GRID))
+        else:
+            server = request.getfixturevalue("talking" if kind == "chat" else "running")
         page = stack.enter_context(opened(browser, server, width=width, touch=width < 700))
-        if image:
+        if kind == "chat":
+            prepare(page)
+            say(page, "w" * 300)
+            page.js("tip().content = '# w\\n```\\n' + 'w'.repeat(300); paint()")
+            page.click("[aria-label='Regenerate message 2']")
+            page.until("!running.size")
+            page.click("[aria-label='Edit message 1']")
+        elif kind == "image":
             page.click("#example")
             page.click("#run")
             page.until("items.length === 4 && !running.size")
@@ -515,7 +528,13 @@ def test_words_stand_out_from_what_is_behind_them(browser, running, dark):
             ".map(name => [name, getComputedStyle(document.documentElement).getPropertyValue('--' + name).trim()]))"
         )
         pairs = [("ink", "page"), ("ink", "card"), ("ink", "shared"), ("faint", "page"), ("faint", "card")]
-        pairs += [("faint", "shared"), ("on-accent", "accent"), ("wrong", "wrong-card"), ("wrong", "card")]
+        pairs += [
+            ("faint", "shared"),
+            ("accent", "card"),
+            ("on-accent", "accent"),
+            ("wrong", "wrong-card"),
+            ("wrong", "card"),
+        ]
         assert page.js("getComputedStyle(document.body).backgroundColor") == "rgb({}, {}, {})".format(
             *(int(names["page"][i : i + 2], 16) for i in (1, 3, 5))
         )
@@ -532,3 +551,168 @@ def contrast(a, b):
 
     low, high = sorted((luminance(a), luminance(b)))
     return (high + 0.05) / (low + 0.05)
+
+
+class Tokenizer:
+    """What a chat template needs of a tokenizer; the words ``refuse`` and ``think`` have their effect."""
+
+    chat_template, eos_token_id = "<think></think>", None
+    asked = ()  # the roles and contents of the last chat
+
+    def apply_chat_template(self, messages, *, tokenize, add_generation_prompt, continue_final_message):
+        self.asked = [(one["role"], one["content"]) for one in messages]
+        if any(one["content"] == "refuse" for one in messages):
+            raise ValueError("no such words")
+        return "".join(f"{one['role'][0]}:{one['content']}\n" for one in messages) + (
+            "<think>" if messages[-1]["content"] == "think" else "a:"
+        )
+
+
+class Chats(Bytes):
+    """A codec with a chat template."""
+
+    template = Template(Tokenizer())
+
+
+@pytest.fixture(scope="module")
+def talking():
+    """A server of a model with a chat template."""
+    with Running(decoder(vocab=128), codec=Chats()) as found:
+        yield found
+
+
+def say(page, text):
+    page.click("#prompt")
+    page.send("Input.insertText", text=text)
+    page.press("Enter", 0, "\r")
+    page.until("!tip().control && tip().role === 'assistant'")
+
+
+def answered(running, *contents, seed=3, system=None):
+    """The answer to messages of user and assistant in turns, which the server was asked for before."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    if system:
+        messages.insert(0, {"role": "system", "content": system})
+    assert running.codec.template.tokenizer.asked == [tuple(one.values()) for one in messages]
+    body = {"messages": messages, "max_tokens": 8, "seed": seed}
+    return running.client.post("/chat/completions", json=body).json()["choices"][0]["message"]["content"]
+
+
+def said(page):
+    """The messages that are shown."""
+    page.until("!planned")
+    return page.js("tip().path.map(one => one.content)")
+
+
+def prepare(page):
+    page.until("!$('chatsection').hidden")
+    page.write("#seed", "3")
+    page.write("#max_tokens", "8")
+
+
+def test_a_chat_streams_stops_and_branches(browser, talking):
+    with opened(browser, talking, errors=["status of 400"]) as page:
+        prepare(page)
+        with Gate(talking) as gate:
+            page.click("#prompt")
+            page.send("Input.insertText", text="hello")
+            page.press("Enter", 8, "\r")
+            page.send("Input.insertText", text="you")
+            page.press("Enter", 0, "\r")
+            until(lambda: talking.pool.waiting or talking.pool.rows)
+            gate.step(4)
+            page.until("tip().content.length > 1")
+            assert page.js("$('run').disabled && tip().control !== null")
+            page.click("#stop")
+            page.until("tip().state === 'stopped'")
+            begun = page.js("tip().content")
+        until(lambda: talking.pool.idle)
+        assert answered(talking, "hello\nyou").startswith(begun)
+        assert said(page) == ["hello\nyou", begun]
+        # Another answer with the next seed is a version.
+        page.click("[aria-label='Regenerate message 2']")
+        page.until("!tip().control")
+        again = answered(talking, "hello\nyou", seed=4)
+        assert said(page) == ["hello\nyou", again]
+        say(page, "and")
+        end = answered(talking, "hello\nyou", again, "and")
+        assert said(page) == ["hello\nyou", again, "and", end]
+        page.click("[aria-label='Previous version of message 2']")
+        assert said(page) == ["hello\nyou", begun]
+        # The focus stays, on the same button of the other version.
+        page.press("Enter", 0, "\r")
+        assert said(page) == ["hello\nyou", again, "and", end]
+        # An edit begins a branch in place of what followed.
+        page.click("[aria-label='Edit message 1']")
+        page.write(".message textarea", "bye")
+        page.press("Enter", 0, "\r")
+        page.until("tip().state !== 'running' && tip().path.length === 2 && tip().path[0].content === 'bye'")
+        assert said(page) == ["bye", answered(talking, "bye")]
+        page.reload()
+        page.until("model !== null && chat.replies.length === 2")
+        assert said(page)[0] == "bye"
+        page.click("[aria-label='Previous version of message 1']")
+        assert said(page)[0] == "hello\nyou"
+        # An answer can be edited, too.
+        page.click("[aria-label='Edit message 2']")
+        page.write(".message.assistant textarea", "mine")
+        page.press("Enter", 0, "\r")
+        say(page, "so")
+        assert said(page) == ["hello\nyou", "mine", "so", answered(talking, "hello\nyou", "mine", "so")]
+        say(page, "think")
+        assert page.js(
+            "tip().content === '' && tip().thought.textContent === tip().reasoning && tip().reasoning !== ''"
+        )
+        assert page.js("!tip().thoughts.hidden && !tip().thoughts.open")
+        say(page, "refuse")
+        assert "no such words" in page.js("tip().error.textContent")
+        page.js(
+            "Object.defineProperty(navigator, 'clipboard', {value: {writeText: text => { window.copied = text; }}})"
+        )
+        page.click("[aria-label='Copy message 2']")
+        assert page.until("window.copied") == "mine"
+        page.click("#clear")
+        assert said(page) == []
+        page.click("#chatsection summary")
+        page.write("#system", "be kind")
+        say(page, "hi")
+        assert said(page) == ["hi", answered(talking, "hi", system="be kind")]
+        page.click("#totexts")
+        run(page, "a text", tokens=5)
+        page.until("items[0]?.state === 'full length'")
+
+
+MARKDOWN = {
+    "a **bold** and *slanted* `code <b>` snake_case_name 2 * 3 * 4": (
+        "<p>a <strong>bold</strong> and <em>slanted</em> <code>code &lt;b&gt;</code> snake_case_name 2 * 3 * 4</p>"
+    ),
+    "# One\ntext\nmore\n\n---\n### Two": "<h3>One</h3><p>text\nmore</p><hr><h5>Two</h5>",
+    "so:\n- a\n  1. b\n  2. c\n- d\n\n7) e": (
+        '<p>so:</p><ul><li><p>a</p><ol start="1"><li><p>b</p></li><li><p>c</p></li></ol></li><li><p>d</p></li></ul>'
+        '<ol start="7"><li><p>e</p></li></ol>'
+    ),
+    "```py\n<i>\n\n# x\n```\nafter": "<pre><code>&lt;i&gt;\n\n# x</code></pre><p>after</p>",
+    "~~~\nopen **": "<pre><code>open **</code></pre>",
+    "[a](https://x.y/z_(1)) [b](javascript:alert(1)) [c](//d) \\*e\\*": (
+        '<p><a href="https://x.y/z_(1)" target="_blank" rel="noopener noreferrer">a</a> '
+        "[b](javascript:alert(1)) [c](//d) *e*</p>"
+    ),
+}
+
+
+def test_markdown_is_shown_and_never_read_as_html(browser, talking):
+    with opened(browser, talking) as page:
+        page.until("!$('chatsection').hidden")
+        page.js("globalThis.shown = chat.reply({role: 'user', content: 'x'}).reply({role: 'assistant'}); 0")
+        for text, html in MARKDOWN.items():
+            # It comes in pieces, as a stream does.
+            page.js(
+                f"for (const size of [3, 9, 1e6]) {{ shown.content = {json.dumps(text)}.slice(0, size); paint(); }}"
+            )
+            assert page.js("shown.body.innerHTML") == html
+        page.js(f"shown.content = {json.dumps(HOSTILE)}; paint()")
+        assert page.js("[shown.body.textContent, shown.body.querySelectorAll('*').length]") == [HOSTILE, 1]
+        deep = "- " * 3000 + "*_" * 3000 + "`" * 3000 + "[" * 3000
+        page.js(f"shown.content = shown.reasoning = {json.dumps(deep)}; paint()")
+        assert page.js("shown.thought.textContent") == deep
+        assert page.js("document.title") == "tiny · longspan playground"
