@@ -128,9 +128,11 @@ class Mamba(Cached):
             inference_params: an object with ``key_value_memory_dict``, in which the layer keeps its states, and
                 ``seqlen_offset``, the tokens read so far: 0, or one token follows them.
         """
-        states = None if inference_params is None else self._cached(inference_params, len(hidden_states))
-        if states is not None and inference_params.seqlen_offset > 0:
-            return self.step(hidden_states, *states)[0]
+        states = None
+        if inference_params is not None:
+            states = self._cached(inference_params, len(hidden_states))
+            if inference_params.seqlen_offset > 0:
+                return self.step(hidden_states, *states)[0]
         x, z = self.in_proj(hidden_states).mT.chunk(2, 1)
         if states is not None:
             _keep(states[0], x)
@@ -305,10 +307,12 @@ class Mamba2(Cached):
         if cu_seqlens is not None and inference_params is not None:
             raise NotImplementedError("cu_seqlens is not supported with inference_params: pass one sequence per row")
         x = u if seqlen is None else u.unflatten(0, (-1, seqlen))
-        states = None if inference_params is None else self._cached(inference_params, len(x))
-        if states is not None and inference_params.seqlen_offset > 0:
-            out = self.step(x, *states)[0]
-            return out if seqlen is None else out.flatten(0, 1)
+        states = None
+        if inference_params is not None:
+            states = self._cached(inference_params, len(x))
+            if inference_params.seqlen_offset > 0:
+                out = self.step(x, *states)[0]
+                return out if seqlen is None else out.flatten(0, 1)
         zxbcdt = self.in_proj(x)
         out, last = mamba_split_conv1d_scan_combined(
             *(zxbcdt, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.dt_bias, -upcast_half(self.A_log).exp()),

@@ -275,13 +275,16 @@ def mamba_chunk_scan_combined(
         raise ValueError("return_varlen_states=True needs cu_seqlens")
     if initial_states is not None and seq_idx is not None and bool((seq_idx[:, :1] != 0).any()):
         raise ValueError("initial_states belong to sequence 0, but seq_idx begins with another number")
-    rest = (D, dt_bias, initial_states, dt_softplus, dt_limit, True)
-    ids = sequence_numbers(seq_idx, cu_seqlens, x)
-    y, last = mamba2.scan(x, dt, A, B, C, chunk_size, *rest, seq_idx=ids)
+
+    def run(part: slice, first: Tensor | None, ids: Tensor | None = None):
+        operands = (x[:, part], dt[:, part], A, B[:, part], C[:, part], chunk_size)
+        return mamba2.scan(*operands, D, dt_bias, first, dt_softplus, dt_limit, return_final_states=True, seq_idx=ids)
+
+    y, last = run(slice(None), initial_states, sequence_numbers(seq_idx, cu_seqlens, x))
     states = [last] if return_final_states else []
-    if return_varlen_states:
-        assert cu_seqlens is not None
-        states.append(_last_states(x, dt, A, B, C, cu_seqlens.tolist(), rest))
+    if return_varlen_states and cu_seqlens is not None:
+        spans = pairwise(cu_seqlens.tolist())
+        states.append(torch.cat([run(slice(*span), None if span[0] else initial_states)[1] for span in spans]))
     y = (y if z is None else y * F.silu(upcast_half(z))).to(x.dtype)
     return (y, *states) if states else y
 
@@ -404,16 +407,6 @@ def _scan_with_constants(u, delta, A, B, C, D, z, bias, softplus) -> tuple[Tenso
     if z is not None:
         y = y * F.silu(upcast_half(z.mT))
     return y.to(u.dtype), last.unflatten(-1, B.shape)
-
-
-def _last_states(x, dt, A, B, C, offsets: list[int], rest: tuple) -> Tensor:
-    """Return the last states of the sequences of a single row, (S,H,P,N)."""
-    found = []
-    for begin, end in pairwise(offsets):
-        part = [t[:, begin:end] for t in (x, dt, B, C)]
-        D, dt_bias, first, *options = rest
-        found.append(mamba2.scan(*part[:2], A, *part[2:], 1, D, dt_bias, None if begin else first, *options)[1])
-    return torch.cat(found)
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
