@@ -120,7 +120,7 @@ def decoded(draw, heads=True, tied=True, options=(), rows=None):
     batch, lead = (B, (H, P) if heads else (D,))
     state, x = draw(batch if rows is None else 5, *lead, N), draw(batch, *lead)
     A, dt = (
-        (-draw(H).exp()[:, None, None].expand(H, P, N), draw(batch, H, 1).expand(-1, -1, P))
+        ((-draw(H).exp())[:, None, None].expand(H, P, N), draw(batch, H, 1).expand(-1, -1, P))
         if tied
         else (-draw(*lead, N).exp(), draw(batch, *lead))
     )

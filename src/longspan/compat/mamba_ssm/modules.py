@@ -356,7 +356,7 @@ class Mamba2(Cached):
         dt = step_sizes(dt, self.dt_bias, True).clamp(*self.dt_limit)
         y = selective_state_update(
             *(ssm_state, x.unflatten(-1, heads), dt[..., None].expand(-1, *heads)),
-            -upcast_half(self.A_log).exp()[:, None, None].expand(*heads, self.d_state),
+            (-upcast_half(self.A_log).exp())[:, None, None].expand(*heads, self.d_state),
             *(B.unflatten(-1, groups), C.unflatten(-1, groups)),
             self.D.view(heads) if self.D_has_hdim else self.D[:, None].expand(heads),
             z=None if self.rmsnorm else z.unflatten(-1, heads),
