@@ -2,8 +2,58 @@
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
+
+
+class Shim(ModuleType):
+    """A module with the original's name; a missing attribute raises an AttributeError that lists the present ones.
+
+    Args:
+        name: the original's name.
+        document: the docstring.
+        page: the page of the docs that lists what is not carried over.
+    """
+
+    def __init__(self, name: str, document: str, page: str):
+        super().__init__(name, document)
+        self._page = page
+        # importlib.util.find_spec finds the package by these.
+        self.__spec__, self.__path__ = ModuleSpec(name, None, is_package=True), []
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        known = ", ".join(sorted(one for one in vars(self) if not one.startswith("_"))) or "nothing"
+        raise AttributeError(
+            f"longspan's {self.__name__} has no {name!r}; it has {known}; {self._page} lists what is not carried over"
+        )
+
+
+def shims(places: Mapping[str, Mapping[str, Any]], document: str, page: str) -> dict[str, ModuleType]:
+    """Return modules by the original's names, with the packages around them.
+
+    Args:
+        places: by the name of each module, its attributes by their names.
+        document: the docstring of all modules.
+        page: the page of the docs that lists what is not carried over.
+    """
+    found: dict[str, ModuleType] = {}
+
+    def module(name: str) -> ModuleType:
+        if name not in found:
+            found[name] = Shim(name, document, page)
+            parent, _, child = name.rpartition(".")
+            if parent:
+                setattr(module(parent), child, found[name])
+        return found[name]
+
+    for place, attributes in places.items():
+        for name, value in attributes.items():
+            setattr(module(place), name, value)
+    return found
 
 
 class StandIn:

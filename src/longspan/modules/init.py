@@ -1,5 +1,6 @@
 """Initialization of decays, and access to the weights of quantized linear maps."""
 
+import math
 import sys
 from typing import Any
 
@@ -24,12 +25,19 @@ def fill(own: Tensor, value: Tensor) -> None:
     own.copy_(value)
 
 
-def time_steps(*shape: int) -> Tensor:
-    """Draw biases b with softplus(b) log-uniform between 1/1000 and 1/10: decays over 10 to 1000 tokens.
+def time_steps(*shape: int, low: float = 1e-3, high: float = 0.1, floor: float = 0.0) -> Tensor:
+    """Draw biases b with softplus(b) log-uniform between two numbers, by default for decays over 10 to 1000 tokens.
+
+    Args:
+        shape: Shape of the biases.
+        low: The smallest softplus(b).
+        high: The largest softplus(b).
+        floor: What smaller ones are raised to.
 
     References:
         Gu and Dao 2023 (2312.00752), section 3.6.
     """
-    steps = 10.0 ** (-3 + 2 * torch.rand(*shape))
+    least, most = math.log10(low), math.log10(high)
+    steps = (10.0 ** (least + (most - least) * torch.rand(*shape))).clamp(min=floor)
     # The inverse of softplus, log(e^s - 1), without cancellation.
     return steps + torch.log(-torch.expm1(-steps))

@@ -6,11 +6,11 @@ After ``longspan.compat.fla.install()``, imports such as ``from fla.ops.gated_de
 find them. Layouts and arguments are the original's: queries and keys (B,T,H,K), values (B,T,HV,V).
 """
 
-from importlib.machinery import ModuleSpec
+from collections import defaultdict
 from types import ModuleType
 from typing import Any
 
-from ..stand_in import StandIn
+from ..stand_in import StandIn, shims
 from . import ops
 from .models import load, register, save_pth
 
@@ -36,24 +36,6 @@ FUNCTIONS = {
 FILES = ("fused_chunk", "fused_recurrent", "chunk")
 
 
-class Shim(ModuleType):
-    """A module with the original's name; a missing attribute raises an AttributeError that lists the present ones."""
-
-    def __init__(self, name: str, document: str):
-        super().__init__(name, document)
-        # importlib.util.find_spec finds the package by these.
-        self.__spec__, self.__path__ = ModuleSpec(name, None, is_package=True), []
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
-        known = ", ".join(sorted(one for one in vars(self) if not one.startswith("_"))) or "nothing"
-        raise AttributeError(
-            f"longspan's {self.__name__} has no {name!r}; it has {known}; "
-            "docs/how-to/from-fla.md lists what is not carried over"
-        )
-
-
 def install(*, replace: bool = False) -> None:
     """Make ``import fla``, and the modules of ``FUNCTIONS`` below ``fla.ops``, find longspan's operations.
 
@@ -76,22 +58,13 @@ def uninstall() -> None:
 
 def _modules() -> dict[str, ModuleType]:
     """Return our modules by the original's names."""
-    found: dict[str, ModuleType] = {}
-
-    def module(name: str) -> ModuleType:
-        if name not in found:
-            found[name] = Shim(name, "flash-linear-attention's names on longspan's operations.")
-            parent, _, child = name.rpartition(".")
-            if parent:
-                setattr(module(parent), child, found[name])
-        return found[name]
-
+    places: defaultdict[str, dict[str, Any]] = defaultdict(dict)
     for family, names in FUNCTIONS.items():
         for name in names:
             file = next(file for file in FILES if name.startswith(file))
             for place in (f"{NAME}.ops.{family}.{file}", f"{NAME}.ops.{family}", f"{NAME}.ops"):
-                setattr(module(place), name, getattr(ops, name))
-    return found
+                places[place][name] = getattr(ops, name)
+    return shims(places, "flash-linear-attention's names on longspan's operations.", "docs/how-to/from-fla.md")
 
 
 _names = StandIn(NAME, _modules)

@@ -34,7 +34,7 @@ def scan(
         B: (B,N,G,S).
         C: (B,N,G,S).
         chunk_size: ignored; it does not affect the result.
-        D: (H,), or None.
+        D: (H,) or (H,P), or None.
         dt_bias: (H,), or None.
         initial_states: (B,H,P,S); None means zeros.
         dt_softplus: apply softplus to the step sizes.
@@ -50,7 +50,7 @@ def scan(
     """
     x = upcast_half(hidden_states)
     batch, n = x.shape[:2]
-    segments, dt = borders(kwargs, batch, n), _steps(dt, dt_bias, dt_softplus).clamp(*dt_limit)
+    segments, dt = borders(kwargs, batch, n), step_sizes(dt, dt_bias, dt_softplus).clamp(*dt_limit)
     q, k, v = (t.transpose(1, 2) for t in (upcast_half(C), upcast_half(B), x * dt[..., None]))
     o, state = recur(
         decay_attention,
@@ -63,7 +63,7 @@ def scan(
     )
     o = o.transpose(1, 2)
     if D is not None:
-        o = o + D.to(o.dtype)[:, None] * x
+        o = o + (D if D.dim() == 2 else D[:, None]).to(o.dtype) * x
     # Callers view the output with other axes. A cache keeps the state's strides, with which steps need no copy.
     return (o.contiguous(), state.mT) if return_final_states else o.contiguous()
 
@@ -104,7 +104,7 @@ def step(
     References:
         transformers, ``mamba2_selective_state_update``.
     """
-    dt = _steps(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)  # (B,H)
+    dt = step_sizes(dt[..., 0], None if dt_bias is None else dt_bias[:, 0], dt_softplus)  # (B,H)
     x = upcast_half(hidden_states)
     q, k, v = (t[:, :, None] for t in (upcast_half(C), upcast_half(B), x * dt[..., None]))
     o, end = recur(
@@ -140,7 +140,7 @@ def _values_first(state: Tensor) -> Tensor:
     return state.mT
 
 
-def _steps(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
+def step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool) -> Tensor:
     """Return the step sizes in float32 or wider."""
     dt = upcast_half(dt)
     if bias is not None:

@@ -1,0 +1,60 @@
+"""mamba_ssm on longspan's operations, on any device and in any precision: its functions and its two layers.
+
+After ``longspan.compat.mamba_ssm.install()``, imports such as ``from mamba_ssm import Mamba2`` find them. Names,
+layouts and arguments are those of mamba_ssm 2.3, and the layers load its checkpoints.
+"""
+
+from types import ModuleType
+from typing import Any
+
+from ..stand_in import StandIn, shims
+from . import ops
+from .modules import Mamba, Mamba2
+from .norms import RMSNorm, rmsnorm_fn
+
+__all__ = ["install", "uninstall"]
+
+NAME, VERSION = "mamba_ssm", "2.3.2"
+_SCANS = {name: getattr(ops, name) for name in ("mamba_inner_fn", "selective_scan_fn")}
+# Modules of the original below its package, with the names that other code imports from them.
+PLACES: dict[str, dict[str, Any]] = {
+    "": {"__version__": VERSION, "Mamba": Mamba, "Mamba2": Mamba2, **_SCANS},
+    ".modules.mamba2": {"Mamba2": Mamba2, "RMSNormGated": RMSNorm},
+    ".modules.mamba_simple": {"Mamba": Mamba},
+    ".ops.selective_scan_interface": {"selective_scan_ref": ops.selective_scan_fn, **_SCANS},
+    ".ops.triton.layernorm_gated": {"RMSNorm": RMSNorm, "rmsnorm_fn": rmsnorm_fn},
+    ".ops.triton.selective_state_update": {"selective_state_update": ops.selective_state_update},
+    ".ops.triton.ssd_combined": {
+        "mamba_chunk_scan_combined": ops.mamba_chunk_scan_combined,
+        "mamba_split_conv1d_scan_combined": ops.mamba_split_conv1d_scan_combined,
+    },
+}
+
+
+def install(*, replace: bool = False) -> None:
+    """Make ``import mamba_ssm``, and the modules of ``PLACES`` below it, find longspan's operations.
+
+    It applies to this process, until ``uninstall()``. A second call changes nothing. Call it before the first import of
+    mamba_ssm, and of transformers' models: names that were imported earlier keep their values.
+
+    Args:
+        replace: replace the real mamba_ssm if it is installed or imported. Its files do not change.
+
+    Raises:
+        ValueError: the real mamba_ssm is installed or imported, and ``replace`` is False.
+    """
+    _names.install(replace)
+
+
+def uninstall() -> None:
+    """Undo ``install()``, so that imports find the real package, if any. Without ``install()`` nothing changes."""
+    _names.uninstall()
+
+
+def _modules() -> dict[str, ModuleType]:
+    """Return our modules by the original's names."""
+    places = {NAME + place: names for place, names in PLACES.items()}
+    return shims(places, "mamba_ssm's names on longspan's operations.", "docs/how-to/from-mamba-ssm.md")
+
+
+_names = StandIn(NAME, _modules)
