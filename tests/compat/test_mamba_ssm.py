@@ -517,6 +517,7 @@ PARAMS = SimpleNamespace(key_value_memory_dict={}, seqlen_offset=3)
         (lambda: scanned(seq_idx=IDS[:, 1:]), ValueError, r"seq_idx must be \(2, 7\)"),
         (lambda: scanned(cu_seqlens=OFFSETS), ValueError, r"cu_seqlens=\[0, 3, 4, 7\].*single row"),
         (lambda: splits(headdim=None), ValueError, r"headdim=None .*D \(4,\)"),
+        (lambda: Mamba(16, dt_rank="half"), ValueError, "dt_rank='half' must be 'auto'"),
         (lambda: splits(zxbcdt=40), ValueError, r"zxbcdt \(2, 7, 40\).*2 groups"),
         (lambda: splits(outproj_bias=zeros(3)), ValueError, "needs outproj_weight"),
         (lambda: updated(heads=3), ValueError, r"x \(2, 3, 3\)"),

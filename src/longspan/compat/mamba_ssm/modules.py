@@ -69,6 +69,7 @@ class Mamba(Cached):
 
     Raises:
         NotImplementedError: an unknown ``dt_init``.
+        ValueError: a ``dt_rank`` that is another text.
 
     References:
         Gu and Dao 2023 (2312.00752), section 3.4.
@@ -96,6 +97,8 @@ class Mamba(Cached):
         super().__init__()
         self.d_model, self.d_state, self.d_conv, self.expand = d_model, d_state, d_conv, expand
         self.d_inner = int(expand * d_model)
+        if isinstance(dt_rank, str) and dt_rank != "auto":
+            raise ValueError(f"dt_rank={dt_rank!r} must be 'auto' or a number of channels")
         self.dt_rank = math.ceil(d_model / 16) if isinstance(dt_rank, str) else dt_rank
         self.use_fast_path, self.layer_idx = use_fast_path, layer_idx
         self.activation, self.act = "silu", nn.SiLU()
