@@ -72,12 +72,13 @@ def prefill(
     lengths = None
     if prefix:
         lengths = mask.sum(1) if mask is not None else begin.new_full((len(begin),), tokens.shape[1])
-    state = model.init_state(len(prompt), capacity) if state is None else clone(state)
-    outputs, state = model(tokens, state, mask=mask, prefix=lengths, donate=True)
+    before = model.init_state(len(prompt), capacity) if state is None else clone(state)
+    outputs, after = model(tokens, before, mask=mask, prefix=lengths, donate=True)
+    assert after is not None
     if mask is None:
-        return outputs[:, -1], state
+        return outputs[:, -1], after
     last = mask.shape[1] - 1 - mask.long().flip(1).argmax(1)
-    return outputs[torch.arange(len(last), device=last.device), last], state
+    return outputs[torch.arange(len(last), device=last.device), last], after
 
 
 @overload
