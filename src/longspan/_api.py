@@ -1,6 +1,6 @@
 """The public names of the package, which ``longspan`` has."""
 
-from . import patterns, states, testing
+from . import adapt, patterns, states, testing
 from .attention import Attention, build, list_mechanisms, mechanism_examples
 from .attention.multihead import MultiheadAttention
 from .compat.load import load
@@ -43,6 +43,7 @@ __all__ = [
     "StackConfig",
     "Transcriber",
     "TranscriberConfig",
+    "adapt",
     "backend",
     "beam_search",
     "build",

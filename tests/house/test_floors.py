@@ -25,7 +25,7 @@ FLOORS = (
     ("modules", "states"),
     ("attention", "data", "speech"),
     ("models",),
-    ("generation", "train", "testing", "distributed"),
+    ("adapt", "generation", "train", "testing", "distributed"),
     ("compat", "serving", "cli", "_api", "__init__", "__main__"),
 )
 LAB_FLOORS = (("_utils",), ("data", "speech"), ("bench",), ("experiments",), ("cli",), ("tools",), ("__init__",))

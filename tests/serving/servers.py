@@ -23,6 +23,7 @@ import uvicorn
 
 from longspan.serving.connection import protocol
 from longspan.serving.server import Server
+from longspan.serving.state_adapters import StateAdapters
 
 
 def until(holds, seconds=60):
@@ -55,15 +56,19 @@ class Running:
         pool: Options of the pool.
         folder: Where sessions are kept, None for memory.
         limit: Bytes of all sessions.
+        adapters: The folder of state adapters, None for none.
         options: Options of the server.
     """
 
-    def __init__(self, model=None, *, codec=True, name="tiny", pool=None, folder=None, limit=1 << 30, **options):
+    def __init__(
+        self, model=None, *, codec=True, name="tiny", pool=None, folder=None, limit=1 << 30, adapters=None, **options
+    ):
         self.model = decoder() if model is None else model
         self.pool = spoiled(Pool(self.model, **({"slots": 8, "queue": 8} | (pool or {}))))
         self.store = Sessions(self.pool, folder, limit=limit)
         self.codec = {True: Bytes(), False: None}[codec] if isinstance(codec, bool) else codec
-        self.server = Server(self.pool, name=name, codec=self.codec, sessions=self.store, **options)
+        found = {"sessions": self.store, "adapters": StateAdapters(self.pool, adapters)} | options
+        self.server = Server(self.pool, name=name, codec=self.codec, **found)
         http = protocol(self.server.limits)
         config = uvicorn.Config(self.server.app, port=0, http=http, ws="none", log_level="error", lifespan="off")
         self.http = uvicorn.Server(config)

@@ -33,6 +33,7 @@ class Average(Attention[AverageState]):
 
     name, paper, cost = "average", "1805.00631", "N D"
     family = "linear"
+    learned_state = ("total",)
     parallel_by = "sums"
     equations = (
         r"y_t = i_t \odot x_t + f_t \odot g_t, \quad "

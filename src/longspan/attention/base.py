@@ -141,6 +141,9 @@ class Attention(nn.Module, Generic[S]):
     the call has no state), or ``""``: the state is handed from shard to shard. A subclass does not inherit it"""
     joinable: ClassVar[bool] = True
     """whether states after different numbers of tokens can be rows of one state, as in a pool of streams"""
+    learned_state: ClassVar[tuple[str, ...]] = ()
+    """the fields of the state whose initial values ``longspan.adapt`` trains: sums and the last inputs of convolutions,
+    no tokens that are kept and no counters"""
     states: tuple[type, ...] = ()
     """the NamedTuples that self-attention takes and returns as state"""
     contexts: ClassVar[tuple[type, ...]] = ()

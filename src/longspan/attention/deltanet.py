@@ -35,6 +35,7 @@ class DeltaNet(Attention[DeltaNetState]):
 
     name, paper, cost = "deltanet", "2406.06484", "N D^2"
     family = "gated"
+    learned_state = ("sums", "recent")
     parallel_by = "sums"
     equations = (
         r"S_t = S_{t-1} + \beta_t k_t (v_t - S_{t-1}^\top k_t)^\top, \quad "

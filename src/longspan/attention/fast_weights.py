@@ -37,6 +37,7 @@ class FastWeights(Attention[FastWeightsState]):
 
     name, paper, cost = "fast_weights", "2102.11174", "N D^2"
     family = "gated"
+    learned_state = ("weights",)
     parallel_by = "sums"
     equations = (
         r"\text{delta:} \quad W_t = W_{t-1} + \beta_t \hat k_t (v_t - W_{t-1}^\top \hat k_t)^\top, \quad "

@@ -40,6 +40,7 @@ class Fourier(Attention[FourierState | ContextSums]):
 
     name, paper, cost = "fourier", "1610.09072", "N D^2 log D"
     family = "linear"
+    learned_state = ("sums",)
     parallel_by = "sums"
     equations = (
         r"o_i = \frac{\sum_{j \in \mathcal{A}_i} (\phi(q_i) \cdot \phi(k_j)) v_j}{\sum_{j \in \mathcal{A}_i} "

@@ -41,6 +41,7 @@ class GatedDeltaNet(Attention[GatedDeltaNetState]):
 
     name, paper, cost = "gated_deltanet", "2412.06464", "N D^2"
     family = "gated"
+    learned_state = ("sums", "recent")
     parallel_by = "sums"
     equations = (
         r"P_t = \alpha_t S_{t-1}, \quad S_t = P_t + \beta_t k_t (v_t - P_t^\top k_t)^\top, \quad "

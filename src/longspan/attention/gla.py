@@ -31,6 +31,7 @@ class GLA(Attention[GLAState]):
 
     name, paper, cost = "gla", "2312.06635", "N D^2"
     family = "gated"
+    learned_state = ("sums",)
     parallel_by = "sums"
     equations = (
         r"S_t = \mathrm{Diag}(\alpha_t) S_{t-1} + k_t v_t^\top, \quad o_t = \frac{S_t^\top q_t}{\sqrt D}, \quad "

@@ -57,6 +57,7 @@ class Infini(Attention[InfiniState]):
 
     name, paper, cost = "infini", "2404.07143", "N (s + D) D"
     family = "compressed"
+    learned_state = ("sums",)
     equations = (
         r"o_i = \sigma(\beta) \frac{S^\top \phi(q_i)}{z \cdot \phi(q_i) + \epsilon} + "
         r"(1 - \sigma(\beta)) \sum_{j \in P_i} p_{ij} v_j, \quad "

@@ -39,6 +39,7 @@ class KDA(Attention[KDAState]):
 
     name, paper, cost = "kda", "2510.26692", "N D^2"
     family = "gated"
+    learned_state = ("sums", "recent")
     parallel_by = "sums"
     equations = (
         r"P_t = \mathrm{Diag}(\alpha_t) S_{t-1}, \quad S_t = P_t + \beta_t k_t (v_t - P_t^\top k_t)^\top, \quad "

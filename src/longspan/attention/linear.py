@@ -47,6 +47,7 @@ class Linear(Attention[LinearState | LinearRotaryState | ContextSums]):
 
     name, paper, cost = "linear", "2006.16236", "N D^2"
     family = "linear"
+    learned_state = ("sums",)
     parallel_by = "sums"
     equations = (
         r"o_i = \frac{S_i^\top \phi(q_i)}{z_i \cdot \phi(q_i) + \epsilon}, \quad "

@@ -43,6 +43,7 @@ class LogLinear(Attention[LogLinearState]):
 
     name, paper, cost = "log_linear", "2506.04761", "N log N D^2"
     family = "gated"
+    learned_state = ("recent",)
     equations = (
         r"o_t = \sum_{j \le t} \lambda_{t, l(t, j)} \, e^{A \sum_{i=j+1}^t \Delta_i} (C_t \cdot B_j) "
         r"\Delta_j u_j + d_h u_t, \quad A = -e^a",

@@ -61,6 +61,7 @@ class Luna(Attention[LunaState | LunaContext]):
 
     name, paper, cost = "luna", "2106.01540", "N l D"
     family = "compressed"
+    learned_state = ("keys", "values")
     equations = (
         r"r_s = \sum_j a_{sj} c_j, \quad a_{sj} = \mathrm{softmax}_j \frac{p_s \cdot c_j}{\sqrt D}",
         r"o_i = \sum_{s=1}^l u_{is} k_s, \quad u_{is} = \mathrm{softmax}_s \frac{q_i \cdot k_s}{\sqrt D}, \quad "

@@ -39,6 +39,7 @@ class Mamba(Attention[MambaState]):
 
     name, paper, cost = "mamba", "2312.00752", "N D"
     family = "gated"
+    learned_state = ("conv", "ssm")
     equations = (
         r"h_{tc} = e^{\Delta_{tc} A_c} \odot h_{t-1,c} + \Delta_{tc} u_{tc} B_t, \quad "
         r"o_{tc} = C_t \cdot h_{tc} + d_c u_{tc}, \quad A = -e^a",

@@ -46,6 +46,7 @@ class Mamba3(Attention[Mamba3State]):
 
     name, paper, cost = "mamba3", "2603.15569", "N D^2"
     family = "gated"
+    learned_state = ("sums",)
     equations = (
         r"S_t = a_t S_{t-1} + (1 - \lambda_t) \Delta_t a_t k_{t-1} u_{t-1}^\top + \lambda_t \Delta_t k_t u_t^\top, "
         r"\quad o_t = S_t^\top q_t + d_h u_t",

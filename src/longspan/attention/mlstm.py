@@ -44,6 +44,7 @@ class MLSTM(Attention[MLSTMState]):
 
     name, paper, cost = "mlstm", "2405.04517", "N D^2"
     family = "gated"
+    learned_state = ("sums",)
     equations = (
         r"C_t = f_t C_{t-1} + i_t k_t v_t^\top, \quad n_t = f_t n_{t-1} + i_t k_t, \quad "
         r"h_t = \frac{C_t^\top q_t / \sqrt D}{\max(|n_t \cdot q_t / \sqrt D|, 1)}",

@@ -38,6 +38,7 @@ class Polynomial(Attention[PolynomialState | ContextSums]):
 
     name, paper, cost = "polynomial", "2402.18668", "N D^3"
     family = "linear"
+    learned_state = ("sums",)
     equations = (
         r"o_i = \frac{\sum_{j \in \mathcal{A}_i} s_{ij} v_j}{\sum_{j \in \mathcal{A}_i} s_{ij} + \epsilon}, \quad "
         r"s_{ij} = \left(\frac{q_i \cdot k_j}{\sqrt D} + c\right)^2 = \phi(q_i) \cdot \phi(k_j)",

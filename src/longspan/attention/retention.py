@@ -50,6 +50,7 @@ class Retention(Attention[RetentionState | RetentionRotaryState]):
 
     name, paper, cost = "retention", "2307.08621", "N D^2"
     family = "gated"
+    learned_state = ("sums",)
     parallel_by = "sums"
     equations = (
         r"S_t = \gamma_h S_{t-1} + k_t v_t^\top, \quad o_t = \frac{S_t^\top q_t}{\sqrt D}, \quad "

@@ -59,6 +59,7 @@ class RFA(Attention[RFAState | GatedState | ContextSums]):
 
     name, paper, cost = "rfa", "2103.02143", "N D^2"
     family = "linear"
+    learned_state = ("sums",)
     parallel_by = "sums"
     equations = (
         r"o_i = \frac{\sum_{j \in \mathcal{A}_i} (\phi(q_i) \cdot \phi(k_j)) v_j}{\sum_{j \in \mathcal{A}_i} "

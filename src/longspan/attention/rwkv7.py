@@ -45,6 +45,7 @@ class RWKV7(Attention[RWKV7State]):
 
     name, paper, cost = "rwkv7", "2503.14456", "N D^2"
     family = "gated"
+    learned_state = ("sums", "last")
     equations = (
         r"S_t = \mathrm{Diag}(w_t) S_{t-1} - (\hat\kappa_t \odot a_t) (S_{t-1}^\top \hat\kappa_t)^\top + "
         r"\tilde k_t v_t^\top, \quad o_t = S_t^\top r_t",

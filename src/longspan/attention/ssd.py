@@ -42,6 +42,7 @@ class SSD(Attention[SSDState]):
 
     name, paper, cost = "ssd", "2405.21060", "N D^2"
     family = "gated"
+    learned_state = ("sums", "recent")
     parallel_by = "sums"
     equations = (
         r"S_t = e^{\Delta_t A} S_{t-1} + B_t (\Delta_t u_t)^\top, \quad o_t = S_t^\top C_t + d_h u_t, \quad "

@@ -81,6 +81,13 @@ def parser() -> Parser:
         help="folder that keeps sessions; without it they end with the server",
     )
     parser.add_argument("--session-mb", type=natural_int(10**9), default=1024, help="size of all sessions together")
+    parser.add_argument(
+        "--adapters",
+        type=str,
+        default="",
+        metavar="DIR",
+        help="folder of state adapters NAME.safetensors, which requests and sessions name; /v1/adapters loads others",
+    )
     parser.add_argument("--max-tokens", type=positive_int(10**9), default=4096, help="largest max_tokens of a request")
     parser.add_argument(
         "--api-key", type=str, default=None, metavar="KEY", help="require the header Authorization: Bearer KEY"
@@ -113,6 +120,7 @@ def _serve(args: Any, sockets: list[socket.socket]) -> int:
     from ..serving import Pool, Sessions
     from ..serving.connection import affordable, protocol
     from ..serving.server import Limits, Server
+    from ..serving.state_adapters import StateAdapters
 
     access = _access(args, sockets)
     reuse_pages()
@@ -131,6 +139,7 @@ def _serve(args: Any, sockets: list[socket.socket]) -> int:
         draft_tokens=args.draft_tokens,
     )
     sessions = Sessions(pool, Path(args.sessions) if args.sessions else None, limit=args.session_mb << 20)
+    adapters = StateAdapters(pool, Path(args.adapters) if args.adapters else None)
     files = affordable(args.slots + args.queue + 1024)
     limits = Limits(tokens=args.max_tokens, connections=files.connections)
     server = Server(
@@ -140,6 +149,7 @@ def _serve(args: Any, sockets: list[socket.socket]) -> int:
         access=access,
         limits=limits,
         sessions=sessions,
+        adapters=adapters,
         grid=grid,
         playground=not args.no_playground,
     )

@@ -14,7 +14,8 @@ from ..models.decoder import Decoder, DecoderState
 from ..models.sampling import Sampling, SamplingOptions, with_sampling_options
 from ..models.seq2seq import Seq2Seq
 from ..ops.buffers import reuse_pages
-from ..states import fix_capacity, nbytes
+from ..states import clone, fix_capacity, nbytes
+from ..states.utils import check_like
 from . import drafting, static_step
 from .drafting import Draft
 from .native_decoder import Engine
@@ -33,6 +34,7 @@ class GenerateOptions(SamplingOptions, total=False):
     source: Tensor | None
     source_mask: Tensor | None
     prefix: bool
+    state: DecoderState | None
     seed: int | None
     stop: int | None
     cuda_graph: bool | None
@@ -42,7 +44,13 @@ class GenerateOptions(SamplingOptions, total=False):
 
 @torch.no_grad()
 def prefill(
-    model: Decoder, prompt: Tensor, mask: Tensor | None = None, capacity: int = 0, *, prefix: bool = False
+    model: Decoder,
+    prompt: Tensor,
+    mask: Tensor | None = None,
+    capacity: int = 0,
+    *,
+    prefix: bool = False,
+    state: DecoderState | None = None,
 ) -> tuple[Tensor, DecoderState]:
     """Prefill: read the start token and a prompt in one call.
 
@@ -52,6 +60,7 @@ def prefill(
         mask: (B,P) bool, True on real tokens; either side may be padded.
         capacity: Slots of KV caches, as in ``init_state``.
         prefix: Let the start token and the prompt see each other, as in ``generate``.
+        state: The state before the start token, which is left as it is; None: that of the model.
 
     Returns:
         The outputs (B,size) of each row's last real token, and the state.
@@ -63,11 +72,13 @@ def prefill(
     lengths = None
     if prefix:
         lengths = mask.sum(1) if mask is not None else begin.new_full((len(begin),), tokens.shape[1])
-    outputs, state = model(tokens, model.init_state(len(prompt), capacity), mask=mask, prefix=lengths, donate=True)
+    before = model.init_state(len(prompt), capacity) if state is None else clone(state)
+    outputs, after = model(tokens, before, mask=mask, prefix=lengths, donate=True)
+    assert after is not None
     if mask is None:
-        return outputs[:, -1], state
+        return outputs[:, -1], after
     last = mask.shape[1] - 1 - mask.long().flip(1).argmax(1)
-    return outputs[torch.arange(len(last), device=last.device), last], state
+    return outputs[torch.arange(len(last), device=last.device), last], after
 
 
 @overload
@@ -98,6 +109,7 @@ def generate(
     source: Tensor | None = None,
     source_mask: Tensor | None = None,
     prefix: bool = False,
+    state: DecoderState | None = None,
     seed: int | None = None,
     stop: int | None = None,
     stream: bool = False,
@@ -117,6 +129,8 @@ def generate(
         source: (B, M) int64, the source of a ``Seq2Seq``.
         source_mask: (B, M) bool, where sources differ in length.
         prefix: Let the start token and the prompt see each other, for models trained with ``prefix=``.
+        state: The state of a ``Decoder`` before the start token, one row for each sequence, such as
+            ``adapter.states(B)`` of ``longspan.adapt``. None: that of the model.
         seed: Makes the samples reproducible, independent of the global generator.
         stop: A row that has drawn this token repeats it; generation ends when every row has drawn it.
         stream: Return an iterator that yields the next token of every sequence, (B,) int64, as it is drawn.
@@ -135,7 +149,8 @@ def generate(
     Raises:
         ValueError: At the call, for a prompt, source or sampling option out of range, for ``prefix=True`` without a
             prompt or with an attention without a prefix mode, for ``cuda_graph=True`` with a model whose step
-            cannot be captured, and for ``draft`` with a model that the decode engine does not support.
+            cannot be captured, for ``draft`` with a model that the decode engine does not support, and for a ``state``
+            of another model or number of rows, or one that has read tokens.
 
     Example:
         >>> import torch, longspan
@@ -187,11 +202,13 @@ def generate(
             f"{prompt.shape[1]} tokens of prompt and {tokens} new tokens need {prompt.shape[1] + tokens} positions, "
             f"but the table of learned positions has {model.config.length}"
         )
+    if state is not None:
+        _check_first_state(model, state, len(prompt))
     if stop is not None and not 0 <= stop < model.start:
         raise ValueError(f"stop={stop} is not a token; this model has 0 to {model.start - 1}")
     if source is None and isinstance(model, Decoder):
         afford_rows(model, len(prompt), prompt.shape[1] + tokens, f"the states of {len(prompt)} sequences")
-    outputs, state, step = begun(model, prompt, mask, source, source_mask, tokens, prefix=prefix)
+    outputs, state, step = begun(model, prompt, mask, source, source_mask, tokens, prefix=prefix, first=state)
     # Packing the weights takes as long as a few decode steps.
     if isinstance(model, Decoder) and (draft is not None or (tokens > FEW and not Engine.why_not(model))):
         step = Engine(model)
@@ -236,6 +253,21 @@ def check_source(
         raise ValueError("a Decoder has no source; pass a prompt instead of source= and source_mask=")
 
 
+def _check_first_state(model: Decoder | Seq2Seq, state: Any, rows: int) -> None:
+    """Raise ValueError unless this is a state of a decoder before the start token, with this number of rows."""
+    if not isinstance(model, Decoder):
+        raise ValueError("state= is for a Decoder")
+    try:
+        check_like(state, model.init_state(1))
+    except ValueError as error:
+        raise ValueError(f"state does not fit this model: {error}") from error
+    if len(state.position) != rows or state.position.any():
+        raise ValueError(
+            f"state must have {rows} rows before the start token, not {len(state.position)} rows after "
+            f"{state.position.tolist()} tokens"
+        )
+
+
 def afford_rows(model: Decoder, rows: int, capacity: int, what: str) -> None:
     """Raise ValueError if the states of ``rows`` sequences do not fit into the memory of this machine."""
     if rows > FEW and model.device.type == "cpu":
@@ -264,10 +296,11 @@ def begun(
     tokens: int,
     *,
     prefix: bool = False,
+    first: DecoderState | None = None,
 ) -> tuple[Tensor, DecoderState, Callable]:
     """Return outputs (B,size) for the first new token, the state before it, and the function of a decode step."""
     if isinstance(model, Decoder):
-        outputs, state = prefill(model, prompt, mask, prompt.shape[1] + tokens, prefix=prefix)
+        outputs, state = prefill(model, prompt, mask, prompt.shape[1] + tokens, prefix=prefix, state=first)
         return outputs, state, lambda token, state: model(token, state, donate=True)
     assert source is not None
     state = model.init_state(source, source_mask=source_mask, capacity=prompt.shape[1] + tokens)

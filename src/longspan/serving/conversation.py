@@ -146,11 +146,13 @@ class Conversation:
         """Go on with a session from a file, such as one of a server.
 
         Raises:
-            ValueError: The file is damaged, or belongs to another model.
+            ValueError: The file is damaged, belongs to another model, or began from a state adapter.
         """
         facts = states.read_metadata(path)
         if facts.get("model") != model_digest(self.pool.model):
             raise ValueError(f"{str(path)!r} is not a session of this model")
         session = load_session(path, self.pool.model, self.pool.vocab)
+        if session.adapter:
+            raise ValueError(f"{str(path)!r} is a session of adapter {session.adapter}, which only a server continues")
         self.turns.append(self.session)
         self.session = session

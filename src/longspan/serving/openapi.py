@@ -17,7 +17,7 @@ STATUSES = {
     "404": "Not served here.",
     "405": "The path has other methods.",
     "408": "The body did not arrive in time.",
-    "409": "The session has a turn that is not finished, or belongs to another model.",
+    "409": "The session has a turn that is not finished, or belongs to another model or adapter.",
     "413": "The body is too large.",
     "415": "The body is not application/json.",
     "429": "All slots and places in the queue are taken; try again later.",
@@ -45,6 +45,7 @@ def document(server: Any, free: tuple[str, ...]) -> JSON:
         "NewSession": session_fields(**facts),
         "Rewind": rewind_fields(model=server.name),
         "Edit": edit_fields(**facts),
+        "NewAdapter": {"model": completion["model"], "name": {**completion["adapter"], "type": "string"}},
     }
     paths: dict[str, JSON] = {
         "/v1/completions": {"post": _posted("Continue prompts.", f"{kind}Completion", f"{kind}Event", "Completion")},
@@ -211,6 +212,12 @@ _ANSWER: dict[str, JSON] = {
         ]
     },
 }
+_ADAPTER: dict[str, JSON] = {
+    "id": {"type": "string"},
+    "object": {"const": "adapter"},
+    "sha256": {"type": "string"},
+    "bytes": _COUNT,
+}
 _SESSION: dict[str, JSON] = {
     "id": {"type": "string"},
     "object": {"const": "session"},
@@ -219,8 +226,14 @@ _SESSION: dict[str, JSON] = {
     "length": _COUNT,
     "bytes": _COUNT,
     "fork_from": {"type": ["string", "null"]},
+    "adapter": {"type": ["string", "null"]},
 }
 _SCHEMAS: dict[str, JSON] = {
+    "Adapter": _object(_ADAPTER),
+    "AdapterDeleted": _object(
+        {"id": {"type": "string"}, "object": {"const": "adapter.deleted"}, "deleted": {"const": True}}
+    ),
+    "Adapters": _object({"object": {"const": "list"}, "data": {"type": "array", "items": ref("Adapter")}}),
     "ChatCompletion": _response(
         _object({**_ANSWER, "message": _object({"content": {"type": "string"}}, **_TEXTS)}), kind="chat.completion"
     ),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import states
 from .._utils.typecheck import as_int, check_type, format_value
+from ..adapt import FrozenStates
 from ..attention.base import Attention
 from ..generation import drafting
 from ..generation.drafting import PROMPT_LOOKUP
@@ -174,6 +175,7 @@ class Pool:
         stop: Sequence[int] = (),
         state: DecoderState | None = None,
         history: Sequence[int] | Tensor | None = None,
+        adapter: FrozenStates | None = None,
         keep_state: bool = False,
         top: int = 0,
         score_prompt: bool = False,
@@ -191,6 +193,9 @@ class Pool:
             state: The state of one row to continue, from an earlier stream; None begins a sequence. It is copied.
             history: The tokens that this state has read, without the start token, so that the prefix cache can keep the
                 states that follow. None keeps none.
+            adapter: A state adapter from which the sequence starts, or has started before ``state``; see
+                ``longspan.adapt``. Streams with different adapters run together at the same cost, and share no cached
+                state.
             keep_state: Keep each stream's state at its end.
             top: Record this many of the most likely tokens at each place.
             score_prompt: Record the log-probabilities of the prompt's tokens too. Such a prompt is read whole.
@@ -205,8 +210,8 @@ class Pool:
 
         Raises:
             ValueError: For tokens and numbers of another type or out of range, a state that is not one row of this
-                model or has read another number of tokens than ``history``, more tokens than ``capacity``, and drafts
-                for a model that cannot have them.
+                model or has read another number of tokens than ``history``, an adapter of another model, more tokens
+                than ``capacity``, and drafts for a model that cannot have them.
             Full: If the queue is full.
         """
         given, ends = _check_tokens("prompt", prompt, self.vocab), frozenset(_check_tokens("stop", stop, self.vocab))
@@ -232,6 +237,10 @@ class Pool:
         start = () if self.model.start is None else (self.model.start,)
         if not given and not start:
             raise ValueError("this model has no start token; a prompt needs at least one token")
+        if not isinstance(adapter, FrozenStates | None):
+            raise ValueError(f"adapter must be InitialStates.frozen() or None, not {type(adapter).__name__}")
+        if adapter is not None and (not start or self._tokens_read(adapter.state, "adapter")):
+            raise ValueError("adapter needs a model with a start token, and a state before it")
         before = 0 if state is None else self._tokens_read(state)
         known = None if history is None else (*start, *_check_tokens("history", history, self.vocab))
         if known is not None and (state is None or len(known) != before):
@@ -259,9 +268,13 @@ class Pool:
         path = None
         if self.prefixes.limit and (state is None or known is not None):
             path = array("q", (*(known or ()), *tokens))
+            if adapter is not None:
+                # In place of the start token, so that no state of another adapter has the same tokens.
+                path[0] = -1 - int(adapter.sha256[:15], 16)
         for stream in streams:
             stream.path, stream.kept = path, len(tokens) + before
-        new = Prompt(streams, tokens, own, path=path, kept=before, scored=score_prompt)
+        first = None if adapter is None else adapter.state
+        new = Prompt(streams, tokens, own, first=first, path=path, kept=before, scored=score_prompt)
         with self._reader.lock:
             if self.waiting + len(streams) > self.queue + max(0, self.slots - self.live):
                 raise Full(f"{self.waiting} streams wait for {self.slots} slots; try again later")
@@ -328,15 +341,15 @@ class Pool:
         if found.finished == "error":
             raise RuntimeError(f"the stream ended after {given} tokens: {found.error}")
 
-    def _tokens_read(self, state: DecoderState) -> int:
+    def _tokens_read(self, state: DecoderState, name: str = "state") -> int:
         """Return the number of tokens that a given state has read. Raises ValueError unless it is one row of ours."""
         like = grow_capacity(self.model.init_state(1, 0))
         try:
             check_like(grow_capacity(state), like)
         except ValueError as error:
-            raise ValueError(f"state does not fit this model: {error}") from error
+            raise ValueError(f"{name} does not fit this model: {error}") from error
         if (rows := len(state.position)) != 1:
-            raise ValueError(f"state has {rows} rows; pass one of them, as longspan.states.select(state, [0])")
+            raise ValueError(f"{name} has {rows} rows; pass one of them, as longspan.states.select(state, [0])")
         return int(state.position[0])
 
 

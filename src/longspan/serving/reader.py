@@ -29,6 +29,7 @@ class Prompt:
     streams: list[Stream]
     tokens: tuple[int, ...]  # the start token included, where the prompt begins a sequence
     state: DecoderState | None  # None until it is read, since many prompts may wait
+    first: DecoderState | None = None  # the state before the start token; None: that of the model
     read: int = 0
     outputs: Tensor | None = None
     path: array | None = None  # all tokens with those of the given state; None if no state of them may be cached
@@ -182,7 +183,9 @@ class Reader:
     def _read_in_one_call(self, prompts: list[Prompt]) -> None:
         for prompt in prompts:
             if prompt.state is None:
-                prompt.state = self.rows.slotted(self.rows.model.init_state(1, self.rows.capacity))
+                first = prompt.first
+                fresh = self.rows.model.init_state(1, self.rows.capacity) if first is None else states.clone(first)
+                prompt.state = self.rows.slotted(fresh)
         pieces = [prompt.piece(self.prefill) for prompt in prompts]
         width = max(map(len, pieces))
         tokens = torch.tensor(

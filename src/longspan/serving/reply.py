@@ -17,6 +17,7 @@ from .guard import error_body
 from .pool import Full, Stream
 from .requests import Completion, Limits, RequestError
 from .sessions import SessionError
+from .state_adapters import StateAdapters
 from .text import Stops
 from .turns import Turn, refusal
 from .worker import Worker
@@ -78,6 +79,7 @@ class Service:
     name: str
     """the model's name in requests"""
     worker: Worker
+    adapters: StateAdapters
     outbox: Outbox
     codec: Any
     """text to tokens and back, None for a model without text"""
@@ -157,7 +159,9 @@ class Reply:
                 raise RequestError(reason, "draft")
             for i, prompt in enumerate(body.prompts):
                 queues: dict[int, asyncio.Queue] = {}
-                start: dict[str, Any] = {"prompt": prompt} if self.turn is None else self.turn.options()
+                start: dict[str, Any] = {"prompt": prompt, "adapter": self.service.adapters.get(body.adapter)}
+                if self.turn is not None:
+                    start = self.turn.options()
                 most = body.max_tokens
                 if body.fits:
                     most = int(max(1, min(most, pool.room(len(start["prompt"]) + len(start.get("history") or ())))))

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +20,10 @@ MOST_CHOICES = 64
 MOST_PROMPTS = 128
 MOST_SCORES = 1 << 18  # log-probabilities of prompts in one response
 
+ADAPTER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # names of adapters
+
 _PLACES: dict[str, Any] = {"type": ["integer", "null"], "default": None, "minimum": 0, "maximum": 2**53}
+_ADAPTER: dict[str, Any] = {"type": ["string", "null"], "pattern": f"^{ADAPTER.pattern}$"}
 _ID: dict[str, Any] = {"type": ["string", "null"], "pattern": f"^{ID.pattern}$"}
 # Each field of a body as JSON Schema. ``completion`` checks these bounds, and ``openapi`` describes them.
 FIELDS: dict[str, dict[str, Any]] = {
@@ -93,6 +97,7 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "user": {"type": ["string", "null"], "description": "The client's name for its user, which changes nothing."},
     "session": {**_ID, "description": "The session that the completion continues; it takes one prompt and n=1."},
+    "adapter": {**_ADAPTER, "description": "The state adapter to start from; a session has that of its beginning."},
     # Fields of OpenAI's interface that are accepted with the values that have no effect.
     "best_of": {"type": ["integer", "null"], "description": "Accepted where it equals n."},
     "frequency_penalty": {"enum": [None, 0]},
@@ -138,6 +143,7 @@ def session_fields(*, model: str, text: bool, vocab: int) -> dict[str, dict[str,
         },
         "fork_from": {**_ID, "description": "The session to copy."},
         "to": {**_PLACES, "description": "With fork_from: copy this many of its first tokens. By default all."},
+        "adapter": {**_ADAPTER, "description": "The state adapter of the session; a copy has that of its source."},
     }
 
 
@@ -212,6 +218,9 @@ class Completion:
     ends_turns: bool = False
     """whether ``later`` begins with what ends the answer before it"""
 
+    adapter: str = ""
+    """the state adapter to start from, or \"\""""
+
     fits: bool = False
     """whether fewer tokens are drawn where a stream has no room for max_tokens"""
 
@@ -282,6 +291,8 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, max_tokens: int
             )
         session = session_id(session, "session")
         (later,) = _prompts(given, codec, vocab, more=True)
+    if (adapter := adapter_name(body.get("adapter"), "adapter")) and session is not None:
+        raise RequestError("a session has the adapter of its beginning; leave adapter out", "adapter")
     if numbers["max_tokens"] == 0 and (not echo or session is not None):
         raise RequestError("max_tokens=0 must be at least 1; 0 requires echo=true and no session", "max_tokens")
     checked = Completion(
@@ -300,6 +311,7 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, max_tokens: int
         session or "",
         tuple(later),
         PROMPT_LOOKUP if draft == PROMPT_LOOKUP else None,
+        adapter=adapter,
     )
     count = sum(map(len, prompts)) * checked.n * (1 + (checked.logprobs or 0))
     if checked.scores and count > MOST_SCORES:
@@ -320,6 +332,8 @@ class NewSession:
     """the session to copy, or \"\""""
     to: int | None = None
     """the number of its tokens to copy, None for all"""
+    adapter: str = ""
+    """its state adapter, or \"\""""
 
 
 def new_session(body: Any, *, model: str, codec: Any, vocab: int) -> NewSession:
@@ -333,7 +347,11 @@ def new_session(body: Any, *, model: str, codec: Any, vocab: int) -> NewSession:
     if len(prompts) != 1:
         raise RequestError(f"a session takes one prompt, not {len(prompts)}", "prompt")
     (later,) = _prompts(given, codec, vocab, more=True)
-    return NewSession(tuple(prompts[0]), tuple(later), "" if source is None else session_id(source, "fork_from"), to)
+    adapter = adapter_name(body.get("adapter"), "adapter")
+    if adapter and source is not None:
+        raise RequestError("a copy has the adapter of its source; leave adapter out", "adapter")
+    source = "" if source is None else session_id(source, "fork_from")
+    return NewSession(tuple(prompts[0]), tuple(later), source, to, adapter)
 
 
 Change = Callable[[Sequence[int]], Sequence[int]]
@@ -394,6 +412,24 @@ def session_id(value: Any, param: str | None = None) -> str:
     if not isinstance(value, str) or not ID.fullmatch(value):
         raise RequestError(
             f"{short(value)} is not the ID of a session, which is sess- and 32 digits from 0 to f", param
+        )
+    return value
+
+
+def adapter_name(value: Any, param: str | None) -> str:
+    """Return the name of an adapter, "" for null in a field that may be left out. Raises RequestError for other values.
+
+    Args:
+        value: The value.
+        param: The field.
+    """
+    if value is None and param == "adapter":
+        return ""
+    if not isinstance(value, str) or not ADAPTER.fullmatch(value):
+        raise RequestError(
+            f"{short(value)} is not the name of an adapter: 1 to 64 letters, digits, '.', '_' and '-', the first not "
+            "'.'",
+            param,
         )
     return value
 

@@ -24,6 +24,7 @@ from .pool import Pool
 from .reply import Outbox, Reply, Service
 from .requests import Completion, Limits, RequestError, completion, parsed
 from .sessions import Sessions
+from .state_adapters import AdapterRoutes, StateAdapters
 from .turns import SessionRoutes, while_connected
 from .worker import Worker
 
@@ -67,6 +68,7 @@ class Server:
         grid: The shape of the images of a model of pixels, (height, width) or (height, width, 3); () for other models.
         playground: Serve a page for trying the model at ``/``.
         sessions: Where sessions are kept; by default in memory. ``close`` closes it.
+        adapters: The state adapters that requests may name; by default none.
     """
 
     def __init__(
@@ -80,17 +82,20 @@ class Server:
         grid: tuple[int, ...] = (),
         playground: bool = True,
         sessions: Sessions | None = None,
+        adapters: StateAdapters | None = None,
     ):
         self.pool, self.name, self.codec, self.access, self.grid = pool, name, codec, access or Access(), grid
         self.limits, self.template = limits or Limits(), getattr(codec, "template", None)
         self.worker = Worker(pool)
         self.sessions = Sessions(pool) if sessions is None else sessions
+        self.adapters = StateAdapters(pool) if adapters is None else adapters
         self.metrics = Metrics(self.worker, self.sessions)
         self.created = int(time.time())
         self.closing = False
         self.service = Service(
             name=name,
             worker=self.worker,
+            adapters=self.adapters,
             outbox=Outbox(self.worker),
             codec=codec,
             token_name=functools.cache(codec.name if codec else str),
@@ -99,7 +104,7 @@ class Server:
             first_token=self.metrics.first,
         )
         self.turns = SessionRoutes(
-            self.sessions, self.worker, model=name, codec=codec, body=self._body, accept=self._accept
+            self.sessions, self.adapters, self.worker, model=name, codec=codec, body=self._body, accept=self._accept
         )
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
@@ -111,6 +116,7 @@ class Server:
             *([Route("/", page.playground)] if playground else []),
             Route("/openapi.json", self.description),
             *self.turns.routes,
+            *AdapterRoutes(self.adapters, model=name, body=self._body).routes,
         ]
         handlers = {
             RequestError: self.wrong,

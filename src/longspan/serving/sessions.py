@@ -31,7 +31,9 @@ OVERHEAD = 4096  # bytes that are counted for each session in addition, for its 
 
 
 class SessionError(ValueError):
-    """A session that cannot be used, with a ``code``: not_found, busy, other_model, damaged, unwritable or full."""
+    """A session that cannot be used, with a ``code``: not_found, busy, other_model, damaged, unwritable, full or
+    other_adapter.
+    """
 
     def __init__(self, message: str, code: str):
         super().__init__(message)
@@ -49,6 +51,8 @@ class Session:
     pending: int = 0
     state: DecoderState | None = None
     """one row, which has also read the start token of a model that has one; None before that"""
+    adapter: str = ""
+    """the state adapter from which it began, as NAME@SHA256; "" for none"""
 
     @property
     def unread(self) -> tuple[int, ...]:
@@ -75,6 +79,8 @@ class Entry:
     """the digest of its model; "" for the one of the pool"""
     damage: str = ""
     """why its file cannot be read"""
+    adapter: str = ""
+    """its state adapter, as NAME@SHA256; "" for none"""
 
 
 class _Saved(NamedTuple):
@@ -252,7 +258,8 @@ class Sessions:
             size = states.nbytes(session.state)
         elif self.folder is not None:
             size = states.nbytes(self.model.init_state(1, 0))
-        return dataclasses.replace(entry, length=length, nbytes=OVERHEAD + 8 * length + size)
+        nbytes = OVERHEAD + 8 * length + size
+        return dataclasses.replace(entry, length=length, nbytes=nbytes, adapter=session.adapter)
 
     def remove(self, name: str) -> None:
         """Delete a session, also a damaged one or one of another model.
@@ -318,9 +325,8 @@ class Sessions:
                 facts = states.read_metadata(path)
                 _check_id(path, facts)
                 model = "" if facts["model"] == self.digest else facts["model"]
-                entry = Entry(
-                    name, int(facts["created"]), int(facts["length"]), int(facts["bytes"]), facts["parent"], model
-                )
+                created, length, size = (int(facts[key]) for key in ("created", "length", "bytes"))
+                entry = Entry(name, created, length, size, facts["parent"], model, adapter=facts.get("adapter", ""))
             except (ValueError, KeyError) as error:
                 reason = str(error) if isinstance(error, ValueError) else f"{path} has no entry {error}"
                 entry = Entry(name, 0, 0, path.lstat().st_size, damage=reason)
@@ -332,6 +338,7 @@ def save_session(session: Session, path: Path, model: Servable, facts: dict[str,
     tokens = torch.tensor([session.tokens], dtype=torch.int64).reshape(1, -1)
     with torch.no_grad():
         state = model.init_state(1, 0) if session.state is None else session.state
+    facts = {**facts, "adapter": session.adapter} if session.adapter else facts
     states.save(_Saved(tokens, torch.tensor([session.pending]), state), path, facts)
 
 
@@ -352,7 +359,8 @@ def load_session(path: Path, model: Servable, vocab: int) -> Session:
         raise ValueError(
             f"its state has read {position} tokens, which does not fit its {len(tokens)} tokens with {pending} pending"
         )
-    return Session(tuple(tokens), pending, found.state if position else None)
+    adapter = states.read_metadata(path).get("adapter", "")
+    return Session(tuple(tokens), pending, found.state if position else None, adapter)
 
 
 def _unknown(name: str) -> SessionError:
@@ -376,16 +384,16 @@ def continued(session: Session, tokens: tuple[int, ...], state: DecoderState | N
     """
     whole = session.tokens + tokens
     if state is None:
-        return Session(whole, session.pending + len(tokens), session.state)
-    return Session(whole, 1, grow_capacity(state))
+        return Session(whole, session.pending + len(tokens), session.state, session.adapter)
+    return Session(whole, 1, grow_capacity(state), session.adapter)
 
 
 def changed(session: Session, tokens: tuple[int, ...]) -> Session:
     """Return a session with other tokens. Its state stays if they begin with all that it has read, and go on."""
     read = len(session.tokens) - session.pending
     if session.state is not None and len(tokens) > read and tokens[:read] == session.tokens[:read]:
-        return Session(tokens, len(tokens) - read, session.state)
-    return Session(tokens, len(tokens))
+        return Session(tokens, len(tokens) - read, session.state, session.adapter)
+    return Session(tokens, len(tokens), adapter=session.adapter)
 
 
 def model_digest(model: Any) -> str:

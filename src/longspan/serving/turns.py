@@ -9,15 +9,25 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from ..adapt import FrozenStates
 from ..models.sampling import Sampling
 from .openapi import content, described, operation, ref
 from .pool import Full, Stream
 from .requests import Change, Completion, RequestError, beyond, edit, new_session, rewind, session_id
 from .sessions import ID, Entry, Session, SessionError, Sessions, changed, continued
+from .state_adapters import StateAdapters
 from .text import decoded, retold
 from .worker import Worker
 
-STATUS = {"not_found": 404, "busy": 409, "other_model": 409, "damaged": 500, "unwritable": 500, "full": 507}
+STATUS = {
+    "not_found": 404,
+    "busy": 409,
+    "other_model": 409,
+    "other_adapter": 409,
+    "damaged": 500,
+    "unwritable": 500,
+    "full": 507,
+}
 BODY = ("400", "401", "408", "413", "415", "429", "500", "503")
 ONE = ("400", "401", "404", "409", "500")
 NAMES = {"id": {"type": "string", "pattern": f"^{ID.pattern}$"}}
@@ -34,6 +44,7 @@ class Turn:
     def __init__(self, store: Sessions, name: str, codec: Any, end: contextlib.ExitStack):
         self.store, self.name, self.codec = store, name, codec
         self.session = Session()
+        self.adapter: FrozenStates | None = None
         self.prompt: list[int] = []
         self._end = end
         self._commit: asyncio.Task[Entry] | None = None
@@ -42,7 +53,8 @@ class Turn:
         """Return the arguments of ``Pool.submit`` that continue the session."""
         session = self.session
         prompt = [*session.unread, *self.prompt]
-        return {"prompt": prompt, "state": session.state, "history": session.history, "keep_state": True}
+        found = {"prompt": prompt, "state": session.state, "history": session.history, "keep_state": True}
+        return found | {"adapter": self.adapter}
 
     async def commit(self, stream: Stream, count: int, text: str | None) -> None:
         """Save the session after the turn; a caller that is cancelled does not stop it.
@@ -87,6 +99,7 @@ class SessionRoutes:
 
     Args:
         store: The sessions.
+        adapters: The state adapters.
         worker: The thread that runs the pool.
         model: The model's name in requests.
         codec: Text to tokens and back, None for a model without text.
@@ -97,6 +110,7 @@ class SessionRoutes:
     def __init__(
         self,
         store: Sessions,
+        adapters: StateAdapters,
         worker: Worker,
         *,
         model: str,
@@ -104,7 +118,7 @@ class SessionRoutes:
         body: Callable[[Request, Callable[[Any], Any]], Awaitable[Any]],
         accept: Callable[[], None],
     ):
-        self.store, self.worker, self.model, self.codec = store, worker, model, codec
+        self.store, self.adapters, self.worker, self.model, self.codec = store, adapters, worker, model, codec
         self.body, self.accept = body, accept
         self.routes = [
             Route("/v1/sessions", self.create, methods=["POST"]),
@@ -127,7 +141,7 @@ class SessionRoutes:
         body = await self.body(request, lambda body: new_session(body, model=self.model, codec=self.codec, vocab=vocab))
         self.accept()
         with _refusing():
-            session = Session()
+            session = Session(adapter=self.adapters.key(body.adapter))
             if body.fork_from:
                 session = await asyncio.to_thread(self.store.read, body.fork_from)
                 if body.to is not None:
@@ -206,14 +220,15 @@ class SessionRoutes:
             end.enter_context(self.store.room(entry.length + len(body.prompts[0]) + body.max_tokens, body.session))
             session = await asyncio.to_thread(self.store.read, body.session)
             session = await while_connected(request, self._read(session))
+            adapter = self.adapters.of_session(session.adapter)
             turn = Turn(self.store, body.session, self.codec, end.pop_all())
-            turn.session = session
+            turn.session, turn.adapter = session, adapter
             turn.prompt = body.after(session.tokens)
             return turn
 
     async def _read(self, session: Session) -> Session:
         """Let the state read all tokens but the last."""
-        pool = self.worker.pool
+        pool, adapter = self.worker.pool, self.adapters.of_session(session.adapter)
         # A model without a start token has no state before its first token, which the next turn reads.
         if session.pending <= (session.state is not None or pool.model.start is None):
             return session
@@ -233,7 +248,12 @@ class SessionRoutes:
         }
         try:
             (stream,) = pool.submit(
-                session.unread[:-1], state=session.state, history=session.history, listener=listener, **options
+                session.unread[:-1],
+                state=session.state,
+                history=session.history,
+                adapter=adapter,
+                listener=listener,
+                **options,
             )
         except Full as error:
             raise RequestError(str(error), status=429, code="overloaded") from error
@@ -246,7 +266,7 @@ class SessionRoutes:
             self.worker.cancel(stream)
         if stream.state is None:
             raise RequestError(f"the model failed: {stream.error or stream.finished}", status=500, code="model_error")
-        return continued(Session(session.tokens[:-1]), session.tokens[-1:], stream.state)
+        return continued(Session(session.tokens[:-1], adapter=session.adapter), session.tokens[-1:], stream.state)
 
     def _described(self, entry: Entry) -> dict[str, Any]:
         return {
@@ -257,6 +277,7 @@ class SessionRoutes:
             "length": entry.length,
             "bytes": entry.nbytes,
             "fork_from": entry.parent or None,
+            "adapter": entry.adapter.partition("@")[0] or None,
         }
 
 
