@@ -67,8 +67,8 @@ def judge(model, way):
         return LocalCompletionsAPI(model=model, base_url=f"{way}/v1/completions", **options)
     if way == "pool":
         from longspan.cli.serve import loaded
-        from longspan.compat.lm_eval import Judge
         from longspan.serving import Pool
+        from longspan.serving.lm_eval import Judge
 
         found, codec, _ = loaded(model, "")
         return Judge(Pool(found, slots=5, queue=5, capacity=300), codec)

@@ -86,7 +86,7 @@ def test_only_what_is_missing_is_asked_for(monkeypatch):
 
 def test_each_package_is_in_the_extra_that_is_said_to_bring_it():
     named = {"sklearn": "scikit-learn", "PIL": "pillow", "kaldi_native_fbank": "kaldi-native-fbank"}
-    named["prometheus_client"] = "prometheus-client"
+    named |= {"prometheus_client": "prometheus-client", "lm_eval": "lm-eval"}
     for package, extra in optional_deps.EXTRAS.items():
         if extra == "lab":
             assert (package.replace("_", "-"), optional_deps.LAB[extra]) == (LAB["name"], "./lab")

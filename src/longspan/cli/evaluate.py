@@ -179,9 +179,9 @@ def _tasks(args) -> int:
     own = {"ema": False, "data": "", "split": "test", "stepwise": 0, "beams": 0, "length_penalty": 0.0}
     own |= {"stream": False, "sliding": 0, "segments": False, "length": 0}
     targets.refuse(args, own, "cannot be combined with --tasks")
-    from ..compat.lm_eval import evaluate
     from ..ops.buffers import reuse_pages
     from ..serving import Pool
+    from ..serving.lm_eval import evaluate
 
     reuse_pages()
     model, codec, _ = loaded(args.folder, "")

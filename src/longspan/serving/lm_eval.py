@@ -10,8 +10,8 @@ from lm_eval.tasks import TaskManager
 
 from .._utils.progress import track
 from ..models.sampling import Sampling
-from ..serving.pool import Pool
-from ..serving.text import Stops
+from .pool import Pool
+from .text import Stops
 
 START = -1  # stands for the start token, which a pool adds itself
 
