@@ -63,13 +63,9 @@ def run(args: Any) -> int:
     from .serve import loaded
 
     reuse_pages()
-    model, codec, _ = loaded(args.model, args.stop)
+    model, codec, _ = loaded(args.model, args.stop, args.weights)
     if codec is None:
         raise ValueError(f"{args.model} has no text; longspan generate draws its images or tokens")
-    if args.weights:
-        from ..models.quantization import quantize
-
-        quantize(model, args.weights)
     pool = Pool(model, slots=1, queue=1, capacity=args.capacity)
     talk = Conversation(
         pool,

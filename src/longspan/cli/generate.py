@@ -284,22 +284,19 @@ def _foreign(args, options) -> None:
     """Continue a text with a model of another library."""
     from ..models.sampling import Sampling
     from ..ops.buffers import reuse_pages
-    from ..serving import Pool, hub
+    from ..serving import Pool
     from ..serving.conversation import Conversation
     from . import targets
+    from .serve import loaded
 
     own = {"ema": False, "data": "", "out": "", "complete": "", **targets.SOURCES, **targets.SEARCH}
     targets.refuse(args, own, f"is for models of longspan, and {args.folder} is of another library")
     if args.draft not in ("", "prompt-lookup"):
         raise ValueError(f"--draft={args.draft!r} must be prompt-lookup for a model of another library")
     reuse_pages()
-    model, codec = hub.load(args.folder, args.stop)
+    model, codec, _ = loaded(args.folder, args.stop, args.weights)
     if codec is None:
         raise ValueError(f"{args.folder} has no tokenizer, so it has no text")
-    if args.weights:
-        from ..models.quantization import quantize
-
-        quantize(model, args.weights)
     steps = args.tokens or 256
     capacity = len(codec.encode(args.prompt)) + steps
     pool = Pool(model, slots=1, queue=1, capacity=capacity, draft_tokens=args.draft_tokens)

@@ -124,11 +124,7 @@ def _serve(args: Any, sockets: list[socket.socket]) -> int:
 
     access = _access(args, sockets)
     reuse_pages()
-    model, codec, grid = loaded(args.model, args.stop)
-    if args.weights:
-        from ..models.quantization import quantize
-
-        quantize(model, args.weights)
+    model, codec, grid = loaded(args.model, args.stop, args.weights)
     pool = Pool(
         model,
         slots=args.slots,
@@ -189,8 +185,20 @@ def _access(args: Any, sockets: list[socket.socket]) -> Any:
     return access
 
 
-def loaded(source: str, stop: str) -> tuple[Any, Any, tuple[int, ...]]:
-    """Load a model -> it, what turns its tokens into text or None, and the shape of its images or ()."""
+def loaded(source: str, stop: str, weights: str | None = None) -> tuple[Any, Any, tuple[int, ...]]:
+    """Load a model -> it, what turns its tokens into text or None, and the shape of its images or ().
+
+    ``weights`` rounds its weights, as ``longspan.quantize`` does.
+    """
+    found = _loaded(source, stop)
+    if weights:
+        from ..models.quantization import quantize
+
+        quantize(found[0], weights)
+    return found
+
+
+def _loaded(source: str, stop: str) -> tuple[Any, Any, tuple[int, ...]]:
     from ..serving import hub
     from ..serving.text import Bytes
     from ..serving.tokenized import Tokenized

@@ -327,7 +327,7 @@ def mamba_split_conv1d_scan_combined(
         dt_limit: likewise.
         return_final_states: likewise.
         activation: that of the convolution, as for ``causal_conv1d_fn``.
-        rmsnorm_weight: (HP,), weights of an RMS norm over the channels of each group; None is no norm.
+        rmsnorm_weight: (HP,), weights of an RMS norm over the channels of each group; None: no norm.
         rmsnorm_eps: added to the mean squares.
         outproj_weight: (E,M+HP), or None for no projection.
         outproj_bias: (E,), or None.
@@ -414,7 +414,7 @@ def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _normalized(x: Tensor, weight: Tensor | None, name: str, eps: float) -> Tensor:
-    """Normalize over the second last axis, unless there is no weight."""
+    """Apply an RMS norm over axis -2; without a weight return the input."""
     if weight is None:
         return x
     if x.dim() == 2:
