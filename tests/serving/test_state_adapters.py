@@ -56,7 +56,7 @@ def test_streams_with_different_adapters_are_those_of_each_alone():
         assert likely(adapters[which], prompt, stream.tokens), (which, bytes(prompt), stream.error)
     assert any(stream.cached for stream in streams)
     assert len({tuple(s.tokens) for s, (_, prompt) in zip(streams, jobs, strict=True) if prompt is PROMPTS[0]}) > 2
-    # A next turn keeps states of its own adapter alone, where a text of another one may be the same.
+    # The next turn continues with its own adapter, although a stream of another adapter may have the same text.
     for (which, prompt), stream in zip(jobs[:6], streams, strict=False):
         read = [*prompt, *stream.tokens[:-1]]
         more = {"state": stream.state, "history": read, "adapter": frozen[which]}
