@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .operands import in_memory, transformed
+from .operands import followed, in_memory
 from .segments import numbered
 from .shards import active_shards
 
@@ -85,7 +85,7 @@ def isolated(
     if 0 in packed.segments.shape or active_shards() is not None:
         # Which sequences are finite differs between processes, which must make the same calls.
         return packed.run(tokens, state, carry, None)
-    if torch.compiler.is_compiling() or transformed() or not _readable(packed.segments):
+    if followed() or not _readable(packed.segments):
         return _hidden(packed, tokens, state, carry, tokens if examined is None else examined)
     given, tree = pytree.tree_flatten((tuple(tokens), state, carry))
     places = [i for i, t in enumerate(given) if _follows(t)] if gradients and torch.is_grad_enabled() else []

@@ -50,8 +50,15 @@ def transformed() -> bool:
     Transforms follow the operations of torch one by one, so only forms made of such operations may run. The tracing of
     torch.compile does not count, that of torch.onnx.export does.
     """
-    if torch.compiler.is_compiling():
-        return in_onnx()
+    return in_onnx() if torch.compiler.is_compiling() else _transforms()
+
+
+def followed() -> bool:
+    """Return whether a compiler or a transform follows the call, so that memory and values cannot be inspected."""
+    return torch.compiler.is_compiling() or _transforms()
+
+
+def _transforms() -> bool:
     return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None  # pyright: ignore[reportAttributeAccessIssue] (a part of torch._C without stubs)
 
 
@@ -128,13 +135,15 @@ def same_device(**tensors: Tensor | None) -> None:
 
 def check_donation(state: Tensor, **others: Tensor | None) -> None:
     """Raise ValueError if a donated state shares memory with another operand, or with itself."""
-    if transformed() or torch.compiler.is_compiling():
+    if followed():
         return
     begin, end = _range(state)
     if end - begin < state.nbytes and begin < end:
         raise ValueError("donate=True overwrites the state, parts of which share memory; pass a clone")
     for name, other in others.items():
         if other is not None:
+            if type(other) is Tensor and other.layout is torch.strided and other.data_ptr() >= end:
+                continue  # most operands; this runs once per token and layer
             first, last = _range(other)
             if first < end and begin < last:
                 raise ValueError(f"donate=True overwrites the state, which shares memory with {name}; pass a clone")
@@ -164,15 +173,11 @@ def stored(x: Tensor) -> bool:
     ``x.untyped_storage().resize_(0)`` frees the memory and keeps the shape. Always True if there is no storage to
     check: while a compiler traces, inside transforms of ``torch.func``, and for tensor subclasses.
     """
-    return _unreadable() or _holds(x)
+    return followed() or holds(x)
 
 
-def _unreadable() -> bool:
-    """Return whether storages cannot be inspected."""
-    return torch.compiler.is_compiling() or transformed()
-
-
-def _holds(x: Tensor) -> bool:
+def holds(x: Tensor) -> bool:
+    """Return ``stored`` for a call that nothing follows."""
     if type(x) not in (Tensor, torch.nn.Parameter):
         return True
     if not in_memory(x) or not x.numel():
@@ -186,10 +191,10 @@ def _holds(x: Tensor) -> bool:
 
 def check_stored(name: str, *tensors: Tensor | None) -> None:
     """Raise ValueError if the storage of a tensor was freed or is too small for its shape."""
-    if _unreadable():
+    if followed():
         return
     for x in tensors:
-        if x is not None and not _holds(x):
+        if x is not None and not holds(x):
             raise ValueError(
                 f"{name} has a tensor {tuple(x.shape)} whose storage holds {x.untyped_storage().nbytes()} bytes, not "
                 f"all of its elements: the memory was freed; restore it, or start from a new state"

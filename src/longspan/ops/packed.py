@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .operands import in_memory, transformed
+from .operands import followed, in_memory
 
 R = TypeVar("R", bound=tuple[Any, ...])
 
@@ -27,7 +27,7 @@ def check_packed(cu_seqlens: Tensor | None, batch: int, tokens: int, segments: T
         raise ValueError(f"cu_seqlens must be int32 or int64 (S + 1,), not {found}")
     if batch != 1:
         raise ValueError(f"cu_seqlens packs sequences into one row, so B must be 1, not {batch}")
-    if not torch.compiler.is_compiling() and not transformed() and in_memory(cu_seqlens):
+    if not followed() and in_memory(cu_seqlens):
         first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
         if first != 0 or last != tokens or bool((cu_seqlens.diff() < 0).any()):
             raise ValueError(

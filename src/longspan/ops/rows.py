@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .operands import in_onnx, transformed
+from .operands import followed, in_onnx
 
 Run = Callable[[Tensor, Any, Tensor | None], tuple[Tensor, Any]]
 
@@ -203,7 +203,7 @@ def map_sequences(
     """
     if not x.numel() or (mask is None and segments is None):
         return run(x, state, None)
-    if state is not None or torch.compiler.is_compiling() or transformed():
+    if state is not None or followed():
         return split_packed(run, x, state, mask, segments)
 
     def clean(_: Tensor, x: Tensor) -> Tensor:

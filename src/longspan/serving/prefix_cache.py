@@ -38,10 +38,10 @@ class Checkpoint:
     visits: float
     seen: int
     """the number of prompts before its last visit"""
+    nbytes: int = field(init=False)
 
-    @property
-    def nbytes(self) -> int:
-        return self.outputs.nbytes + states.nbytes([leaf for leaf in self.leaves if not isinstance(leaf, int)])
+    def __post_init__(self) -> None:
+        self.nbytes = self.outputs.nbytes + states.nbytes([leaf for leaf in self.leaves if not isinstance(leaf, int)])
 
 
 @dataclass(eq=False)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..ops.operands import in_memory, transformed
+from ..ops.operands import followed, in_memory
 
 
 def counted(name: str, counts: Tensor, most: int | None = None) -> tuple[int, int]:
@@ -29,7 +29,7 @@ def _ends(counts: Tensor) -> tuple[int, int]:
 
 def readable(counts: Tensor) -> bool:
     """Return whether reading counters needs no synchronization: on the CPU, and not while tracing."""
-    return counts.is_cpu and not torch.compiler.is_compiling() and not transformed() and in_memory(counts)
+    return counts.is_cpu and not followed() and in_memory(counts)
 
 
 def check_counts(name: str, counts: Tensor, most: int | None = None) -> None:

@@ -11,7 +11,7 @@ from ..custom_ops import contiguous_like, kernel
 from ..native import build, call
 from ..native.build.openmp import threads
 from ..native.call import HALVES, available, check_allocated, kernels, pointers, readable, strides
-from ..operands import contiguous, mark_overwritten, stored
+from ..operands import contiguous, holds, mark_overwritten
 from ..packed import check_packed
 from . import composed
 from .operands import Convolution
@@ -129,7 +129,7 @@ def step(r: Convolution, donate: bool) -> tuple[Tensor, Tensor] | None:
         if bias.shape != (channels,) or bias.dtype not in HALVES or (torch.is_grad_enabled() and bias.requires_grad):
             return None
         bias = bias.detach().float().contiguous()
-    if not readable(x, state, weight, bias, dtype=None) or not stored(state):
+    if not readable(x, state, weight, bias) or not holds(state):
         return None
     if (library := build.loaded("convolution/step")) is None:
         return None

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..native import build, call
 from ..native.build.openmp import threads
 from ..native.call import HALVES, pointers, readable
-from ..operands import mark_overwritten, stored
+from ..operands import mark_overwritten
 from ..packed import by_sequence
 from .general_chunks import composed
 from .native import kind, sequences
@@ -49,7 +49,7 @@ def step(r: GeneralRecurrence, donate: bool) -> tuple[Tensor, Tensor] | None:
         return None
     if log_decay is not None and dtype is not torch.float32 and log_decay.dtype in HALVES:
         log_decay = log_decay.float()
-    if not readable(q, k, v, read, erase, dtype=dtype) or not readable(state, log_decay) or not stored(state):
+    if not readable(q, k, v, read, erase, dtype=dtype, wide=(state, log_decay)):
         return None
     if (library := build.loaded("general/step")) is None:
         return None

@@ -13,7 +13,7 @@ from ..custom_ops import Kernel, contiguous_like, kernel
 from ..native import build, call
 from ..native.build.openmp import threads
 from ..native.call import HALVES, TYPES, check_allocated, kernels, pointers, readable, strides
-from ..operands import contiguous, mark_overwritten, stored
+from ..operands import contiguous, mark_overwritten
 from ..packed import check_packed
 from .chunks import composed
 from .operands import GeneralRecurrence, Recurrence, prepared, step_sizes
@@ -139,7 +139,7 @@ def step(r: Recurrence, donate: bool) -> tuple[Tensor, Tensor] | None:
         return None
     if dtype is not torch.float32:
         log_decay, beta = (t if t is None or t.dtype not in HALVES else t.float() for t in (log_decay, beta))
-    if not readable(q, k, v, dtype=dtype) or not readable(state, log_decay, beta) or not stored(state):
+    if not readable(q, k, v, dtype=dtype, wide=(state, log_decay, beta)):
         return None
     if (library := build.loaded("gated/step")) is None:
         return None

@@ -9,7 +9,7 @@ from torch import Tensor
 from .. import triton
 from ..backends import forced_backend
 from ..custom_ops import contiguous_like, kernel
-from ..operands import mark_overwritten, stored, transformed
+from ..operands import followed, mark_overwritten, stored
 from . import chunks
 from .chunks import composed
 from .operands import Recurrence, prepared, step_sizes
@@ -111,7 +111,7 @@ def step(r: Recurrence, donate: bool) -> tuple[Tensor, Tensor] | None:
 
 def _readable(*tensors: Tensor | None) -> bool:
     """Return whether the step may read these tensors: plain, on one GPU, without gradients, modes or transforms."""
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transformed() or triton.missing():
+    if followed() or torch._C._len_torch_dispatch_stack() or triton.missing():
         return False
     grad, on_cpu = torch.is_grad_enabled(), forced_backend() == "triton" and triton.interpreted()
     first = tensors[0]

@@ -10,7 +10,7 @@ from ..custom_ops import kernel
 from ..native import build, call
 from ..native.build.openmp import threads
 from ..native.call import HALVES, LARGEST, MAPS, TYPES, kernels, pointers, readable, strides
-from ..operands import contiguous, mark_overwritten, stored
+from ..operands import contiguous, mark_overwritten
 from .composed import composed
 from .operands import LinearOperands
 
@@ -109,7 +109,7 @@ def step(r: LinearOperands, donate: bool) -> tuple[Tensor, Tensor] | None:
     feature = MAPS.get(feature_map)
     if state is None or feature is None or v.dtype not in HALVES or not q.dim() == v.dim() == 4:
         return None
-    if not readable(q, k, v, dtype=v.dtype) or not readable(state) or not stored(state):
+    if not readable(q, k, v, dtype=v.dtype, wide=(state,)):
         return None
     batch, heads, tokens, keys = shape = q.shape
     values = v.shape[3]

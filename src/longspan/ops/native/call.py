@@ -1,18 +1,20 @@
 """Calls of the C functions: number types, pointers, strides, and checks whether kernels may read a tensor."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .. import operands
 from ..backends import mark_dynamo_constant
-from ..operands import transformed
+from ..operands import followed, holds
 from . import build
 from .build.openmp import threads
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1}  # as in the kernels
 HALVES = TYPES | {torch.float16: 2}  # token steps and convolutions also take float16
+WIDE = (torch.float32,)
 MAPS = {"elu": 0, "relu": 1, "squared_relu": 2, "exp": 3}  # as in linear/maps.h
 # As in quantized/product.h: the formats of weights that it reads, and what it rounds activations to.
 FORMATS = {"Q8_0": 1, "Q4_0": 2, "Q4_K": 3, "Q6_K": 4}
@@ -82,17 +84,25 @@ def available(*names: str) -> bool:
     return all(build.loaded(unit) is not None for name in names for unit in build.interface.units(name))
 
 
-def readable(*tensors: Tensor | None, dtype: torch.dtype | None = torch.float32) -> bool:
+def readable(*tensors: Tensor | None, dtype: torch.dtype | None = None, wide: Sequence[Tensor | None] = ()) -> bool:
     """Return whether a token step may read these tensors: plain, on the CPU, without gradients, modes or transforms.
 
-    Without ``dtype`` each may have any of ``HALVES``. It runs once per token and layer, so it is written for speed.
+    It runs once per token and layer, so it is written for speed.
+
+    Args:
+        tensors: Tensors of one dtype.
+        dtype: Their dtype; None allows each to have any of ``HALVES``.
+        wide: Tensors in float32. The first is a state, whose memory was not freed.
     """
-    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() or transformed():
+    if followed() or torch._C._len_torch_dispatch_stack():
         return False
-    grad, types = torch.is_grad_enabled(), HALVES if dtype is None else (dtype,)
-    for t in tensors:
-        if t is None:
-            continue
-        if type(t) is not Tensor or t.dtype not in types or not t.is_cpu or t.is_neg() or (grad and t.requires_grad):
-            return False
-    return True
+    grad = torch.is_grad_enabled()
+    for group, types in ((tensors, HALVES if dtype is None else (dtype,)), (wide, WIDE)):
+        for t in group:
+            if t is None:
+                continue
+            if type(t) is not Tensor or t.dtype not in types or not t.is_cpu or t.is_neg():
+                return False
+            if grad and t.requires_grad:
+                return False
+    return not wide or wide[0] is None or holds(wide[0])

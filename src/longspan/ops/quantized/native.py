@@ -26,7 +26,7 @@ def why_not(r: Map) -> str:
 
 def step(r: Map) -> Tensor | None:
     """``attend`` if the kernels serve the call and are loaded, else None. It is written for speed."""
-    if r.format not in FORMATS or not readable(r.x, dtype=None) or not r.x.numel() or not r.outputs:
+    if r.format not in FORMATS or not readable(r.x) or not r.x.numel() or not r.outputs:
         return None
     return attend(r) if build.loaded("quantized/forward") is not None and r.quants.is_cpu else None
 

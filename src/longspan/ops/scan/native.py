@@ -12,7 +12,7 @@ from ..custom_ops import contiguous_like, kernel
 from ..native import build, call
 from ..native.build.openmp import threads
 from ..native.call import HALVES, check_allocated, kernels, pointers, readable, strides
-from ..operands import contiguous, mark_overwritten, stored
+from ..operands import contiguous, mark_overwritten
 from ..packed import check_packed
 from . import diagonal_forms, selective_forms
 from .operands import Diagonal, Selective
@@ -103,7 +103,7 @@ def diagonal_step(r: Diagonal, donate: bool) -> tuple[Tensor, Tensor] | None:
     x, g, state, *_ = r
     if x.dim() != 3 or x.shape[1] != 1 or x.shape != g.shape or state.shape != (len(x), x.shape[2]) or not x.numel():
         return None
-    if not readable(x, g, dtype=None) or not readable(state) or not stored(state):
+    if not readable(x, g, wide=(state,)):
         return None
     if (library := build.loaded("scan/diagonal")) is None:
         return None
@@ -213,7 +213,7 @@ def selective_step(r: Selective, donate: bool) -> tuple[Tensor, Tensor] | None:
         return None
     if A.shape != (channels, size) or any(t is not None and t.shape != (channels,) for t in (D, dt_bias)):
         return None
-    if not readable(x, dt, B, C, z, dtype=None) or not readable(state) or not stored(state):
+    if not readable(x, dt, B, C, z, wide=(state,)):
         return None
     grad, weights = torch.is_grad_enabled(), []
     for t in (A, D, dt_bias):
@@ -222,7 +222,7 @@ def selective_step(r: Selective, donate: bool) -> tuple[Tensor, Tensor] | None:
                 return None
             # Detached, since a parameter is not a plain tensor.
             t = t.detach().float().contiguous()
-            if not readable(t):
+            if not readable(t, dtype=torch.float32):
                 return None
         weights.append(t)
     if (library := build.loaded("scan/selective")) is None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..backends import select_backend
-from ..operands import transformed
+from ..operands import followed
 from ..tensors import upcast_half
 
 OP = "attention with relative positions"
@@ -80,7 +80,7 @@ def attend(
     r, outs, before = table(top, bottom), [], m - n
     block = _block
     # Transforms cannot follow checkpointed blocks; a compiler plans its memory itself.
-    if len(spans) > 1 and torch.is_grad_enabled() and not (transformed() or torch.compiler.is_compiling()):
+    if len(spans) > 1 and torch.is_grad_enabled() and not followed():
         block = partial(checkpoint, _block, use_reentrant=False, preserve_rng_state=False)
     for b, e in spans:
         low, high = max(0, before + b - back), min(m, before + e + (ahead if near is not None else 0))
