@@ -794,3 +794,71 @@ def test_a_kill_while_sessions_are_written_leaves_whole_ones(checkpoint, tmp_pat
                 session = found.read(entry.id)
                 assert int(session.state.position) == len(session.tokens)
         assert not list((tmp_path / "sessions").glob("*.tmp"))
+
+
+FILE = {"content-type": "application/octet-stream"}
+
+
+@pytest.fixture(scope="module")
+def uploading():
+    options = {"pool": {"capacity": 64}, "limits": Limits(tokens=LONG, state_upload=True)}
+    with Running(decoder("gated_deltanet; softmax"), **options) as found:
+        yield found
+
+
+def test_a_session_goes_on_from_its_file(uploading, tmp_path):
+    session = uploading.create(prompt="hello")
+    uploading.turn(session, max_tokens=5)
+    file = uploading.client.get(f"/sessions/{session}/state")
+    assert file.headers["content-disposition"].endswith(f'"{session}.safetensors"')
+    answer = uploading.client.post("/sessions/state", content=file.content, headers=FILE)
+    assert answer.status_code == 200, answer.text
+    copy = answer.json()["id"]
+    assert copy != session
+    assert uploading.tokens(copy) == uploading.tokens(session)
+    same(uploading.store.read(copy), uploading.store.read(session))
+    assert uploading.turn(copy, "more") == uploading.turn(session, "more")
+    # The same file is a session of a folder, and of the chat in a terminal.
+    path = tmp_path / f"{session}.safetensors"
+    path.write_bytes(file.content)
+    model = uploading.model
+    same(sessions.open_session(path, model, 256, model_digest(model)), sessions.load_session(path, model, 256))
+
+
+def same(one, other):
+    assert one.tokens == other.tokens
+    assert one.pending == other.pending
+    for a, b in zip(pytree.tree_leaves(one.state), pytree.tree_leaves(other.state), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("change", "headers", "status", "says"),
+    [
+        (lambda data: data, {"content-type": "application/json"}, 415, "send application/octet-stream"),
+        (lambda data: data[:-1], FILE, 400, "the file"),
+        (lambda data: b"", FILE, 400, "the file"),
+        (lambda data: bytes([*data[:-9], data[-9] ^ 1, *data[-8:]]), FILE, 400, "the file"),
+        (lambda data: data.replace(b'"model":"', b'"model":"0'), FILE, 400, "the file"),
+        (lambda data: iter([data]), FILE, 411, "content-length"),
+    ],
+    ids=["type", "cut", "empty", "bit", "model", "no length"],
+)
+def test_a_wrong_file_is_refused(uploading, change, headers, status, says):
+    data = uploading.client.get(f"/sessions/{uploading.create(prompt='x')}/state").content
+    answer = uploading.client.post("/sessions/state", content=change(data), headers=headers)
+    assert (answer.status_code, says in answer.json()["error"]["message"]) == (status, True), answer.text
+
+
+def test_files_that_do_not_fit_are_refused(running):
+    data = running.client.get(f"/sessions/{running.create(prompt='x')}/state").content
+    answer = running.client.post("/sessions/state", content=data, headers=FILE)
+    assert answer.status_code == 403
+    assert "--allow-state-upload" in answer.json()["error"]["message"]
+    with Running(limits=Limits(state_upload=True), limit=len(data)) as small:
+        assert small.client.post("/sessions/state", content=data, headers=FILE).status_code == 507
+        assert not small.store.entries()
+    with Running(decoder("linear"), limits=Limits(state_upload=True)) as other:
+        answer = other.client.post("/sessions/state", content=data, headers=FILE)
+        assert answer.status_code == 400
+        assert "is a session of the model with sha256" in answer.json()["error"]["message"]

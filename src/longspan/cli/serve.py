@@ -82,6 +82,9 @@ def parser() -> Parser:
     )
     parser.add_argument("--session-mb", type=natural_int(10**9), default=1024, help="size of all sessions together")
     parser.add_argument(
+        "--allow-state-upload", action="store_true", help="let clients make sessions from files of states"
+    )
+    parser.add_argument(
         "--adapters",
         type=str,
         default="",
@@ -137,7 +140,7 @@ def _serve(args: Any, sockets: list[socket.socket]) -> int:
     sessions = Sessions(pool, Path(args.sessions) if args.sessions else None, limit=args.session_mb << 20)
     adapters = StateAdapters(pool, Path(args.adapters) if args.adapters else None)
     files = affordable(args.slots + args.queue + 1024)
-    limits = Limits(tokens=args.max_tokens, connections=files.connections)
+    limits = Limits(tokens=args.max_tokens, connections=files.connections, state_upload=args.allow_state_upload)
     server = Server(
         pool,
         name=args.name or args.model,

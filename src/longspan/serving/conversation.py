@@ -12,7 +12,7 @@ from ..models.sampling import Sampling
 from .chat import Template
 from .pool import Pool
 from .requests import following
-from .sessions import Session, continued, load_session, model_digest, save_session
+from .sessions import Session, continued, model_digest, open_session, save_session
 from .text import decoded
 
 
@@ -148,10 +148,7 @@ class Conversation:
         Raises:
             ValueError: The file is damaged, belongs to another model, or began from a state adapter.
         """
-        facts = states.read_metadata(path)
-        if facts.get("model") != model_digest(self.pool.model):
-            raise ValueError(f"{str(path)!r} is not a session of this model")
-        session = load_session(path, self.pool.model, self.pool.vocab)
+        session = open_session(path, self.pool.model, self.pool.vocab, model_digest(self.pool.model))
         if session.adapter:
             raise ValueError(f"{str(path)!r} is a session of adapter {session.adapter}, which only a server continues")
         self.turns.append(self.session)

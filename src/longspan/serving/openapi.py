@@ -19,7 +19,8 @@ STATUSES = {
     "408": "The body did not arrive in time.",
     "409": "The session has a turn that is not finished, or belongs to another model or adapter.",
     "413": "The body is too large.",
-    "415": "The body is not application/json.",
+    "411": "The length of the file is missing.",
+    "415": "The body has another type.",
     "429": "All slots and places in the queue are taken; try again later.",
     "500": "The model failed.",
     "503": "The server is shutting down, or the model's thread has ended.",
@@ -109,8 +110,17 @@ def content(schema: JSON, description: str = "ok") -> JSON:
     return {"description": description, "content": {"application/json": {"schema": schema}}}
 
 
+FILE: JSON = {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}}
+"""The content of a file."""
+
+
 def operation(
-    summary: str, responses: JSON, *statuses: str, body: JSON | None = None, names: dict[str, JSON] | None = None
+    summary: str,
+    responses: JSON,
+    *statuses: str,
+    body: JSON | None = None,
+    names: dict[str, JSON] | None = None,
+    file: bool = False,
 ) -> JSON:
     """Return an operation of a path.
 
@@ -120,6 +130,7 @@ def operation(
         statuses: Those of ``STATUSES`` that it may return, besides 403.
         body: The schema of its body, None for none.
         names: The schemas of the names in its path.
+        file: Whether its body is a file.
     """
     found: JSON = {
         "summary": summary,
@@ -127,8 +138,8 @@ def operation(
     }
     if names:
         found["parameters"] = [{"name": n, "in": "path", "required": True, "schema": s} for n, s in names.items()]
-    if body is not None:
-        found["requestBody"] = {"required": True, "content": {"application/json": {"schema": body}}}
+    if body is not None or file:
+        found["requestBody"] = {"required": True, "content": FILE if file else {"application/json": {"schema": body}}}
     return found
 
 

@@ -181,6 +181,8 @@ class Limits:
     """tokens of a stream that its client has not read yet, after which it is cancelled"""
     connections: int = 1024
     """open connections"""
+    state_upload: bool = False
+    """whether clients may send states of sessions"""
 
 
 class RequestError(Exception):

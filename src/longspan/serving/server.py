@@ -104,7 +104,14 @@ class Server:
             first_token=self.metrics.first,
         )
         self.turns = SessionRoutes(
-            self.sessions, self.adapters, self.worker, model=name, codec=codec, body=self._body, accept=self._accept
+            self.sessions,
+            self.adapters,
+            self.worker,
+            model=name,
+            codec=codec,
+            body=self._body,
+            upload=self._received if self.limits.state_upload else None,
+            accept=self._accept,
         )
         routes = [
             Route("/v1/completions", self.completions, methods=["POST"]),
@@ -231,11 +238,16 @@ class Server:
 
     async def _body(self, request: Request, check: Callable[[Any], T]) -> T:
         """Return the body, read up to the limit, parsed and checked."""
+        data = await self._received(request, "application/json", self.limits.body)
+        return await self.service.run(len(data), lambda: check(parsed(data)))
+
+    async def _received(self, request: Request, wanted: str, limit: int) -> bytearray:
+        """Return the body, of this type and of at most ``limit`` bytes."""
         # A web page may send bodies of other types, and of none, to any server without asking it.
         kind = request.headers.get("content-type", "")
-        if kind.partition(";")[0].strip().lower() != "application/json":
+        if kind.partition(";")[0].strip().lower() != wanted:
             raise RequestError(
-                f"content-type {kind[:100]!r} is not read; send application/json",
+                f"content-type {kind[:100]!r} is not read; send {wanted}",
                 status=415,
                 code="unsupported_media_type",
             )
@@ -244,14 +256,12 @@ class Server:
             async with asyncio.timeout(self.limits.slow):
                 async for chunk in request.stream():
                     data += chunk
-                    if len(data) > self.limits.body:
-                        raise RequestError(
-                            f"the body has more than {self.limits.body} bytes", status=413, code="too_large"
-                        )
+                    if len(data) > limit:
+                        raise RequestError(f"the body has more than {limit} bytes", status=413, code="too_large")
         except TimeoutError:
             text = f"the body did not arrive within {self.limits.slow:g} seconds"
             raise RequestError(text, status=408, code="timeout") from None
-        return await self.service.run(len(data), lambda: check(parsed(data)))
+        return data
 
 
 class Events(StreamingResponse):

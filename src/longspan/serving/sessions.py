@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import re
+import tempfile
 import threading
 import time
 import uuid
@@ -31,8 +32,8 @@ OVERHEAD = 4096  # bytes that are counted for each session in addition, for its 
 
 
 class SessionError(ValueError):
-    """A session that cannot be used, with a ``code``: not_found, busy, other_model, damaged, unwritable, full or
-    other_adapter.
+    """A session that cannot be used, with a ``code``: not_found, busy, other_model, damaged, unwritable, full,
+    refused or other_adapter.
     """
 
     def __init__(self, message: str, code: str):
@@ -200,10 +201,20 @@ class Sessions:
         with self._guard:
             old = self._known(name).nbytes if name else 0
             more = max(0, OVERHEAD + self._row + 8 * length - old)
+        with self.reserve(more, f"{length} tokens in this session bring"):
+            yield
+
+    @contextlib.contextmanager
+    def reserve(self, more: int, what: str = "this file brings") -> Iterator[None]:
+        """Reserve memory, for ``what`` in an error.
+
+        Raises:
+            SessionError: If the limit does not allow it.
+        """
+        with self._guard:
             if (needed := self.nbytes + self._reserved + more) > self.limit:
                 raise SessionError(
-                    f"{length} tokens in this session bring all sessions to {needed:,} bytes, but the limit is "
-                    f"{self.limit:,}; delete some sessions",
+                    f"{what} all sessions to {needed:,} bytes, but the limit is {self.limit:,}; delete some sessions",
                     "full",
                 )
             self._reserved += more
@@ -251,6 +262,28 @@ class Sessions:
         """Replace a session as a whole. Arguments and errors as in ``create`` and ``entry``."""
         return self._put(self.entry(name), session)
 
+    def packed(self, name: str) -> bytes:
+        """Return a session as the content of a file. Raises SessionError as ``read`` does."""
+        session = self.read(name)
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"{name}{END}"
+            save_session(session, path, self.model, self._facts(self.measured(self.entry(name), session)))
+            return path.read_bytes()
+
+    def unpacked(self, content: bytes) -> Session:
+        """Return the session in the content of a file.
+
+        Raises:
+            SessionError: The file is damaged, or that of another model.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / f"session{END}"
+            path.write_bytes(content)
+            try:
+                return open_session(path, self.model, self.vocab, self.digest)
+            except ValueError as error:
+                raise SessionError(str(error).replace(str(path), "the file"), "refused") from error
+
     def measured(self, entry: Entry, session: Session) -> Entry:
         """Return an entry with the length and the bytes of this content."""
         length, size = len(session.tokens), 0
@@ -294,16 +327,8 @@ class Sessions:
     def _put(self, entry: Entry, session: Session) -> Entry:
         entry = self.measured(entry, session)
         if self.folder is not None:
-            facts = {
-                "id": entry.id,
-                "model": self.digest,
-                "created": str(entry.created),
-                "length": str(entry.length),
-                "bytes": str(entry.nbytes),
-                "parent": entry.parent,
-            }
             try:
-                save_session(session, self._path(entry.id), self.model, facts)
+                save_session(session, self._path(entry.id), self.model, self._facts(entry))
             except ValueError as error:
                 raise SessionError(str(error), "unwritable") from error
         with self._guard:
@@ -311,6 +336,11 @@ class Sessions:
             if self.folder is None:
                 self._kept[entry.id] = session
         return entry
+
+    def _facts(self, entry: Entry) -> dict[str, str]:
+        """What the file of a session says of it."""
+        numbers = {"created": str(entry.created), "length": str(entry.length), "bytes": str(entry.nbytes)}
+        return {"id": entry.id, "model": self.digest, **numbers, "parent": entry.parent}
 
     def _look(self, folder: Path) -> None:
         """Find the sessions that earlier processes have saved, and remove what killed ones left half written."""
@@ -361,6 +391,27 @@ def load_session(path: Path, model: Servable, vocab: int) -> Session:
         )
     adapter = states.read_metadata(path).get("adapter", "")
     return Session(tuple(tokens), pending, found.state if position else None, adapter)
+
+
+def open_session(path: Path, model: Servable, vocab: int, digest: str) -> Session:
+    """Read a session from a file that anyone may have written.
+
+    Args:
+        path: The file.
+        model: The model.
+        vocab: The number of its tokens.
+        digest: Its ``model_digest``.
+
+    Raises:
+        ValueError: The file is damaged, or that of another model.
+    """
+    if (found := states.read_metadata(path).get("model")) != digest:
+        raise ValueError(
+            f"{str(path)!r} is a session of the model with sha256 {found}, and this model has the sha256 {digest}"
+            if found
+            else f"{str(path)!r} is not a session: it names no model"
+        )
+    return load_session(path, model, vocab)
 
 
 def _unknown(name: str) -> SessionError:

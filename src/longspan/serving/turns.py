@@ -6,15 +6,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ..adapt import FrozenStates
 from ..models.sampling import Sampling
-from .openapi import content, described, operation, ref
+from .openapi import FILE, content, described, operation, ref
 from .pool import Full, Stream
 from .requests import Change, Completion, RequestError, beyond, edit, new_session, rewind, session_id
-from .sessions import ID, Entry, Session, SessionError, Sessions, changed, continued
+from .sessions import END, ID, OVERHEAD, Entry, Session, SessionError, Sessions, changed, continued
 from .state_adapters import StateAdapters
 from .text import decoded, retold
 from .worker import Worker
@@ -26,8 +26,10 @@ STATUS = {
     "other_adapter": 409,
     "damaged": 500,
     "unwritable": 500,
+    "refused": 400,
     "full": 507,
 }
+PIECE = 1 << 18  # bytes of a file that are sent at a time
 BODY = ("400", "401", "408", "413", "415", "429", "500", "503")
 ONE = ("400", "401", "404", "409", "500")
 NAMES = {"id": {"type": "string", "pattern": f"^{ID.pattern}$"}}
@@ -104,6 +106,7 @@ class SessionRoutes:
         model: The model's name in requests.
         codec: Text to tokens and back, None for a model without text.
         body: Returns the body of a request, parsed and checked by a function.
+        upload: Returns the body of a request of a type, up to a number of bytes; None if states may not be uploaded.
         accept: Raises RequestError while the server accepts no new work.
     """
 
@@ -116,13 +119,16 @@ class SessionRoutes:
         model: str,
         codec: Any,
         body: Callable[[Request, Callable[[Any], Any]], Awaitable[Any]],
+        upload: Callable[[Request, str, int], Awaitable[bytearray]] | None,
         accept: Callable[[], None],
     ):
         self.store, self.adapters, self.worker, self.model, self.codec = store, adapters, worker, model, codec
-        self.body, self.accept = body, accept
+        self.body, self.upload, self.accept = body, upload, accept
         self.routes = [
             Route("/v1/sessions", self.create, methods=["POST"]),
             Route("/v1/sessions", self.list, methods=["GET"]),
+            Route("/v1/sessions/state", self.put, methods=["POST"]),
+            Route("/v1/sessions/{id}/state", self.state, methods=["GET"]),
             Route("/v1/sessions/{id}", self.show, methods=["GET"]),
             Route("/v1/sessions/{id}", self.delete, methods=["DELETE"]),
             Route("/v1/sessions/{id}/rewind", self.rewind, methods=["POST"]),
@@ -171,6 +177,48 @@ class SessionRoutes:
         with _refusing():
             entry, session, text = await asyncio.to_thread(content)
         return JSONResponse({**self._described(entry), "tokens": session.tokens, "text": text})
+
+    @described(
+        "get",
+        operation(
+            "Return the file of a session.", {"200": {"description": "the file", "content": FILE}}, *ONE, names=NAMES
+        ),
+    )
+    async def state(self, request: Request) -> Response:
+        """GET /v1/sessions/ID/state: the session after its last finished turn, as the content of a file."""
+        name = session_id(request.path_params["id"])
+        with _refusing():
+            data = await asyncio.to_thread(self.store.packed, name)
+        # In pieces, each of which a client must read in time.
+        pieces = (data[i : i + PIECE] for i in range(0, len(data), PIECE))
+        headers = {"content-disposition": f'attachment; filename="{name}{END}"', "content-length": str(len(data))}
+        return StreamingResponse(pieces, media_type="application/octet-stream", headers=headers)
+
+    @described(
+        "post",
+        operation(
+            "Make a session from the file of one.",
+            {"200": content(ref("Session"))},
+            *(*BODY, "409", "411", "507"),
+            file=True,
+        ),
+    )
+    async def put(self, request: Request) -> Response:
+        """POST /v1/sessions/state: a session from a file of this server, of another one, or of ``longspan chat``."""
+        if self.upload is None:
+            raise RequestError(
+                "this server takes no states; start it with --allow-state-upload", status=403, code="upload_refused"
+            )
+        self.accept()
+        size = request.headers.get("content-length", "")
+        if not size.isdecimal():
+            raise RequestError("a file needs the header content-length", status=411, code="length_required")
+        with _refusing(), self.store.reserve(OVERHEAD + int(size)):
+            data = await self.upload(request, "application/octet-stream", int(size))
+            session = await asyncio.to_thread(self.store.unpacked, bytes(data))
+            self.adapters.of_session(session.adapter)
+            entry = await asyncio.to_thread(self.store.create, session)
+        return JSONResponse(self._described(entry))
 
     @described("delete", operation("Delete a session.", {"200": content(ref("SessionDeleted"))}, *ONE, names=NAMES))
     async def delete(self, request: Request) -> Response:
