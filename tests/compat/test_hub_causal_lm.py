@@ -7,7 +7,9 @@ import pytest
 import torch
 
 import longspan
+from longspan import Decoder, DecoderConfig
 from longspan.models import checkpoint
+from longspan.modules.quantized import Quantized
 
 pytest.importorskip("transformers")
 
@@ -15,6 +17,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, TextStreamer
 from transformers.utils import logging
 
+import fla_laws
+import hybrids
+from longspan.compat.fla import models as fla
 from longspan.compat.transformers import LongspanCache, LongspanConfig, LongspanForCausalLM
 from longspan.compat.transformers.cache import NAME
 from longspan.compat.transformers.tokens import read
@@ -409,3 +414,29 @@ def test_the_world_is_imported_when_it_is_asked_for():
 
     with pytest.raises(AttributeError, match="'Longspan'"):
         world.Longspan  # noqa: B018
+
+
+QUANTIZED = {
+    "longspan": lambda: LongspanForCausalLM.from_longspan(
+        Decoder(DecoderConfig(dim=64, depth=1, heads=2, feedforward=96, vocab=97))
+    ),
+    "fla": lambda: fla_laws.build("gated_deltanet", hidden_size=64, num_heads=2, head_dim=32),
+    "mamba2": lambda: hybrids.model("mamba2", hidden_size=64, head_dim=16),
+    "shared embedding": lambda: hybrids.model("lfm2", hidden_size=64, tie_word_embeddings=True),
+    "shared embedding, a layer left": lambda: hybrids.model("lfm2", hidden_size=64, tie_word_embeddings=True),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_folders_keep_quantized_weights(name, tmp_path):
+    model, tokens = QUANTIZED[name]().eval(), torch.arange(9)[None]
+    report = longspan.quantize(model, "int4", skip="lm_head" if "left" in name else ())
+    load = {"fla": fla.load}.get(name, AutoModelForCausalLM.from_pretrained)
+    with torch.no_grad():
+        logits = model(tokens).logits
+        for folder in (tmp_path / "a", tmp_path / "b"):  # also of a model that was loaded
+            model.save_pretrained(folder)
+            model = load(folder).eval()
+            assert model(tokens).logits.equal(logits)
+    rounded = [layer.name for layer in report if layer.format]
+    assert rounded == [name for name, module in model.named_modules() if isinstance(module, Quantized)]

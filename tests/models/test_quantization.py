@@ -130,6 +130,10 @@ def test_checkpoints_keep_it(tmp_path):
         ({"head": {"format": "Q9", "activations": "int16"}}, "unknown format of blocks 'Q9'"),
         ({"head": {"format": "Q4_K", "activations": "int16"}}, "64 inputs are no whole blocks of Q4_K"),
         ({"head": {"format": "Q8_0", "activations": "int3"}}, "unknown kind of activations 'int3'"),
+        (
+            {"head": {"format": "Q8_0", "activations": "int16", "shares": "tail"}},
+            "quantized['head'] shares the weights of 'tail', which is no layer",
+        ),
     ],
 )
 def test_invalid_checkpoints_are_refused(layers, message, tmp_path, monkeypatch):

@@ -32,6 +32,7 @@ from .._utils.spec import known
 from .._utils.typecheck import format_value
 from .._utils.version import VERSION
 from ..data import tokenization
+from ..modules.init import Undrawn
 from . import quantization
 from .config import DecoderConfig, EncoderConfig, Seq2SeqConfig, TranscriberConfig
 from .decoder import Decoder
@@ -140,7 +141,7 @@ def load(folder: str | Path) -> Any:
     try:
         config = config_class.from_dict(header["config"])
         _look(weights, estimate_bytes(model_class, config))
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), Undrawn():
             model = model_class(config)
         quantization.restore(model, header.get(QUANTIZED, {}))
     except ValueError as error:
@@ -369,7 +370,9 @@ def _fill(model: nn.Module, weights: dict[str, Tensor], path: Path) -> None:
     dtypes = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     if len(dtypes) == 1:
         model.to(dtypes.pop())
-    model.load_state_dict(weights)
+    with torch.no_grad():
+        for name, tensor in model.state_dict().items():
+            tensor.copy_(weights.pop(name))  # each is freed when it is copied
 
 
 def _compare(path: Path, found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

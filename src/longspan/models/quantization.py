@@ -17,6 +17,10 @@ from .embedding import TiedHead
 
 WEIGHTS = {"int8": "Q8_0", "int4": "Q4_0"}
 """The format of linear maps by the name of their weights; embeddings are Q8_0"""
+METHOD = "longspan"
+"""The name of quantized models in configs of transformers"""
+PARTS = ("quants", "scales", "factors")
+ENTRIES = {"format", "activations", "shares"}
 SMALL = 64
 """Linear maps with fewer outputs, such as gates with one number per head, stay as they are"""
 
@@ -90,6 +94,7 @@ def quantize(model: nn.Module, weights: str, *, activations: str = "int16", skip
         reasons = "; ".join(f"{layer.name}: {layer.reason}" for layer in report[:3])
         raise ValueError(f"the model has no linear layer or embedding to quantize{f' ({reasons})' if reasons else ''}")
     _replace(model, new)
+    _note(model)
     order = list(layers)
     return sorted(report, key=lambda layer: order.index(layer.name))
 
@@ -155,8 +160,12 @@ def restore(model: nn.Module, layers: Any) -> None:
             raise ValueError(
                 f"quantized has {format_value(name)}, but the model has no linear layer or embedding of this name"
             )
-        if not isinstance(entry, dict) or set(entry) != {"format", "activations"}:
+        if not isinstance(entry, dict) or not {"format", "activations"} <= set(entry) <= ENTRIES:
             raise ValueError(f"quantized[{name!r}] must have format and activations, not {format_value(entry)}")
+        if entry.get("shares", name) not in layers:
+            raise ValueError(
+                f"quantized[{name!r}] shares the weights of {format_value(entry['shares'])}, which is no layer"
+            )
         form = known(entry["format"], formats.FORMATS, "format of blocks")
         weight: Any = module.weight  # pyright: ignore[reportOptionalMemberAccess] (a layer, as compared above)
         outputs, inputs = weight.shape
@@ -170,3 +179,36 @@ def restore(model: nn.Module, layers: Any) -> None:
         else:
             new[name] = QuantizedEmbedding(packed, **options)
     _replace(model, new)
+    _note(model)
+
+
+def _note(model: Any) -> None:
+    """Tell a model of transformers which layers are quantized, and which of these share weights, for its files."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "model_type"):
+        return
+    layers, tied = described(model), {}
+    for name, source in model.all_tied_weights_keys.items():
+        one, other = name.rpartition(".")[0], source.rpartition(".")[0]
+        if one in layers and other in layers:
+            model.get_submodule(one)._non_persistent_buffers_set |= set(PARTS)  # a file has them once
+            layers[one]["shares"] = other
+        elif not (one in layers or other in layers):
+            tied[name] = source
+    config.quantization_config = {"quant_method": METHOD, "layers": layers}
+    model._tied_weights_keys = model.all_tied_weights_keys = tied
+
+
+def share(model: nn.Module, layers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Give the layers that share their weights those of the others, after these are loaded.
+
+    Raises:
+        ValueError: Their shapes differ.
+    """
+    for name, entry in layers.items():
+        if source := entry.get("shares"):
+            module, other = model.get_submodule(name), model.get_submodule(source)
+            for part in PARTS:
+                if getattr(module, part).shape != (shared := getattr(other, part)).shape:
+                    raise ValueError(f"quantized[{name!r}] cannot share the weights of {source!r}, of another shape")
+                setattr(module, part, shared)

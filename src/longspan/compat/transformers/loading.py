@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.hub import cached_file
 
 from ...models import checkpoint
+from . import quantizer  # noqa: F401 (registers how quantized models are loaded)
 
 # Arguments of ``from_pretrained`` that say where the files are.
 _HUB = ("cache_dir", "revision", "token", "local_files_only", "subfolder", "force_download")

@@ -45,6 +45,8 @@ def accelerate(model: nn.Module | None = None, *, lazy_logits: bool = False) -> 
             cannot be lazy.
     """
     version()
+    from . import quantizer  # noqa: F401 (from then on, from_pretrained loads quantized models)
+
     if model is not None and not isinstance(model, nn.Module):
         raise ValueError(f"accelerate takes a model, or None for all model types, not {type(model).__name__}")
     if lazy_logits:

@@ -68,7 +68,12 @@ class FlaConfig(PreTrainedConfig):
                     raise ValueError(
                         f"attnres_block_size={value} (residual attention) is not supported; it must be null"
                     )
-            elif name.startswith("_") or hasattr(PreTrainedConfig, name) or name in generic_fields():
+            elif (
+                name.startswith("_")
+                or name == "quantization_config"  # for transformers, which gives the model quantized layers
+                or hasattr(PreTrainedConfig, name)
+                or name in generic_fields()
+            ):
                 rest[name] = value
             else:
                 unknown.append(name)
