@@ -434,7 +434,10 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path):
     data |= {f"{name}.block_count": 3, f"{name}.nextn_predict_layers": 1}
     tensors |= {"blk.2.nextn.eh_proj.weight": torch.ones(32, 64), "blk.2.attn_norm.weight": torch.ones(32)}
     container.write(tmp_path / "model.gguf", {"general.architecture": name} | data, formatted(tensors, "F32"))
-    assert hybrids.far(logits(gguf.load(tmp_path / "model.gguf")), logits(made)) < 2e-6
+    found = gguf.load(tmp_path / "model.gguf")
+    assert hybrids.far(logits(found), logits(made)) < 2e-6
+    with pytest.raises(ValueError, match="copy the file"):
+        found.save_pretrained(tmp_path / "saved")
 
 
 def test_what_is_not_read_is_refused_by_name(tmp_path):

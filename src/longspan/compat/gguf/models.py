@@ -41,7 +41,7 @@ def load(path: str | os.PathLike[str], *, activations: str = "int16") -> Any:
     Raises:
         ImportError: transformers is not installed.
         ValueError: The file is damaged, of another architecture or version, or has tensors or types of tensors that
-            are not supported.
+            are not supported. So does ``save_pretrained`` of the model.
     """
     need(f"the model in {path}", "transformers")
     from ..transformers import accelerate
@@ -59,7 +59,14 @@ def load(path: str | os.PathLike[str], *, activations: str = "int16") -> Any:
         _fill(model, container, architecture, activations)
         if architecture.kind != "rwkv7":
             accelerate(model)
+    model.save_pretrained = _unsaved
     return model.eval()
+
+
+def _unsaved(*args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        "the weights stay in the blocks of the GGUF file, and are not saved in another format; copy the file"
+    )
 
 
 def described(container: Container) -> tuple[Architecture, Any]:
