@@ -4,16 +4,18 @@ import importlib.util
 import inspect
 import itertools
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import Mamba2Config, MambaConfig
 
 from longspan.compat import causal_conv1d, mamba_ssm
 from longspan.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
-from longspan.compat.mamba_ssm import ops
+from longspan.compat.mamba_ssm import blocks, ops
 from longspan.compat.mamba_ssm.modules import Mamba, Mamba2
 from longspan.compat.mamba_ssm.norms import rmsnorm_fn
 
@@ -252,6 +254,19 @@ def normalized(draw, gate="", size=None):
     return found, y * F.silu(more["z"]) if gate == "before" else y
 
 
+def added(draw, rms_norm=True, second=False, scaled=False, prenorm=False):
+    x, residual, weight, bias = draw(B, L, D), draw(B, L, D), draw(D), draw(D)
+    more = {"x1": draw(B, L, D), "weight1": draw(D), "bias1": draw(D)} if second else {}
+    more |= {"rowscale": draw(B, L)} if scaled else {}
+    function = blocks.rms_norm_fn if rms_norm else blocks.layer_norm_fn
+    found = function(x, weight, bias, residual, **more, eps=0.1, prenorm=prenorm)
+    total = (x + more["x1"] if second else x) * (more["rowscale"][..., None] if scaled else 1) + residual
+    ones = torch.ones(D, dtype=torch.float64)
+    normalized = rms(total if rms_norm else total - total.mean(-1, keepdim=True), ones, 0.1)
+    y = (normalized * weight + bias, *([normalized * more["weight1"] + more["bias1"]] if second else []))
+    return found, (*y, total) if prenorm else y
+
+
 EVERY = ("D", "z", "delta_bias")
 ROWS = torch.tensor([3, 1])
 CASES = {
@@ -297,6 +312,10 @@ CASES = {
     "causal_conv1d_update-tokens": (one_more, {"shape": (B, D, 2), "size": 6, "rows": ROWS}),
     "causal_conv1d_update-circular": (one_more, {"size": 3, "seen": torch.tensor([7, 2], dtype=torch.int32)}),
     "causal_conv1d_update-around": (one_more, {"shape": (B, D, 6), "size": 5, "seen": torch.tensor([4, 0])}),
+    "layer_norm_fn": (added, {"rms_norm": False}),
+    "layer_norm_fn-options": (added, {"rms_norm": False, "second": True, "scaled": True, "prenorm": True}),
+    "rms_norm_fn": (added, {}),
+    "rms_norm_fn-sum": (added, {"prenorm": True, "scaled": True}),
     "rmsnorm_fn": (normalized, {}),
     "rmsnorm_fn-before": (normalized, {"gate": "before", "size": 4}),
     "rmsnorm_fn-after": (normalized, {"gate": "after"}),
@@ -319,7 +338,12 @@ def test_values_and_gradients_of_a_loop(case):
 
 
 def test_every_function_has_a_case():
-    names = {name for place in mamba_ssm.PLACES.values() for name, one in place.items() if inspect.isfunction(one)}
+    names = {
+        name
+        for place in mamba_ssm.PLACES.values()
+        for name, one in place.items()
+        if inspect.isfunction(one) or isinstance(one, partial)
+    }
     names |= {"causal_conv1d_fn", "causal_conv1d_update"}
     assert {case.split("-")[0] for case in CASES} == names - {"selective_scan_ref"}
 
@@ -397,6 +421,26 @@ def test_packed_rows_of_transformers_keep_their_sequences_apart(installed, impor
         torch.testing.assert_close(packed, torch.cat(alone, 1), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, partial(blocks.RMSNorm, eps=0.1)])
+def test_blocks_add_before_they_normalize(norm, fused):
+    torch.manual_seed(0)
+    mixer, x, mlp = partial(Mamba, layer_idx=0), torch.randn(2, 5, 16), partial(nn.Linear, out_features=16)
+    made = [blocks.Block(16, mixer, inner, norm, fused) for inner in (nn.Identity, mlp)]
+    y, residual = made[0](x)
+    (z, last), total = made[1](y, residual), x + y
+    mixed = made[1].mixer(made[1].norm(total))
+    torch.testing.assert_close(y, made[0].mixer(made[0].norm(x)))
+    torch.testing.assert_close(z, made[1].mlp(made[1].norm2(total + mixed)))
+    torch.testing.assert_close((residual, last), (x, total + mixed))
+    halves = blocks.Block(16, nn.Identity, norm_cls=norm, fused_add_norm=fused, residual_in_fp32=True).bfloat16()
+    halves.mixer.forward = lambda y, inference_params: y
+    out, residual = halves(x.bfloat16())
+    assert (out.dtype, residual.dtype) == (torch.bfloat16, torch.float32)
+    states = made[0].allocate_inference_cache(2, 5)
+    assert [one.shape for one in states] == [one.shape for one in made[0].mixer.allocate_inference_cache(2, 5)]
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_a_layer_loads_weights_and_continues(kind):
     module = importlib.import_module(f"transformers.models.{kind}.modeling_{kind}")
@@ -465,8 +509,8 @@ def test_the_names_are_found_where_they_were(installed):
     assert sys.modules["mamba_ssm"].__version__ >= "2.0.4"  # what transformers requires
     with pytest.raises(ImportError, match="'Mamba3'"):
         from mamba_ssm import Mamba3  # pyright: ignore[reportMissingImports]  # noqa: F401
-    with pytest.raises(AttributeError, match=r"'Block'; it has .*Mamba.*from-mamba-ssm.md"):
-        sys.modules["mamba_ssm.modules.mamba_simple"].Block  # noqa: B018
+    with pytest.raises(AttributeError, match=r"'Mamba3'; it has .*Mamba.*from-mamba-ssm.md"):
+        sys.modules["mamba_ssm.modules.mamba_simple"].Mamba3  # noqa: B018
 
 
 def zeros(*shape):
