@@ -184,7 +184,7 @@ def restore(model: nn.Module, layers: Any) -> None:
 
 def _note(model: Any) -> None:
     """Tell a model of transformers which layers are quantized, and which of these share weights, for its files."""
-    config = getattr(model, "config", None)
+    config: Any = getattr(model, "config", None)
     if not hasattr(config, "model_type"):
         return
     layers, tied = described(model), {}

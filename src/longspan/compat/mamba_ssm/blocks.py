@@ -135,18 +135,19 @@ class Block(nn.Module):
         self, hidden_states: Tensor, residual: Tensor | None = None, inference_params: Any = None, **mixer_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """(B,L,dim) and the residual of the block before, None in the first -> the output and the residual."""
-        y, residual = self._added(self.norm, hidden_states, residual)
+        y, total = self._added(self.norm, hidden_states, residual)
         y = self.mixer(y, inference_params=inference_params, **mixer_kwargs)
         if self.mlp is not None:
-            y, residual = self._added(self.norm2, y, residual)
+            y, total = self._added(self.norm2, y, total)
             y = self.mlp(y)
-        return y, residual
+        return y, total
 
     def _added(self, norm: Any, x: Tensor, residual: Tensor | None) -> Any:
         """Return the norm of the sum, and the sum."""
-        kind = {"prenorm": True, "residual_in_fp32": self.residual_in_fp32, "is_rms_norm": isinstance(norm, RMSNorm)}
         if self.fused_add_norm:
-            return layer_norm_fn(x, norm.weight, norm.bias, residual, eps=norm.eps, **kind)
+            options: dict[str, Any] = {"residual_in_fp32": self.residual_in_fp32, "prenorm": True}
+            rms = isinstance(norm, RMSNorm)
+            return layer_norm_fn(x, norm.weight, norm.bias, residual, eps=norm.eps, is_rms_norm=rms, **options)
         total = x if residual is None else x + residual
         return norm(total.to(norm.weight.dtype)), total.float() if self.residual_in_fp32 else total
 
