@@ -96,11 +96,9 @@ class RMSNorm(nn.Module):
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
     ) -> Any:
         """x (...,C) -> its norm (...,C), with ``prenorm`` also the sum with the residual."""
-        rate, more = (
-            self.dropout_p if self.training else 0.0,
-            {"prenorm": prenorm, "residual_in_fp32": residual_in_fp32},
-        )
-        return rms_norm_fn(x, self.weight, None, residual, eps=self.eps, dropout_p=rate, **more)
+        options: dict[str, Any] = {"eps": self.eps, "prenorm": prenorm, "residual_in_fp32": residual_in_fp32}
+        rate = self.dropout_p if self.training else 0.0
+        return rms_norm_fn(x, self.weight, None, residual, dropout_p=rate, **options)
 
 
 class Block(nn.Module):
