@@ -1,5 +1,9 @@
 """What a spec or a config may take: refused before memory is taken, with the memory that it would take."""
 
+import functools
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -8,6 +12,7 @@ from longspan import DecoderConfig, EncoderConfig, StackConfig, patterns
 from longspan._utils import model_memory
 from longspan.attention import REGISTRY
 from longspan.attention.base import own_options
+from longspan.attention.build import make
 from longspan.models import likelihood
 from longspan.models.decoder import Decoder
 from longspan.models.encoder import Encoder
@@ -156,3 +161,22 @@ def test_a_likelihood_is_refused(text, message):
         likelihood.build(text, 17)
     with pytest.raises(ValueError, match="mixtures=True must be a whole number"):
         likelihood.Logistics(17, mixtures=True)
+
+
+@pytest.mark.parametrize("name", REGISTRY)
+def test_shapes_are_those_of_the_weights(name):
+    causal = "causal" in REGISTRY[name].directions
+    made = functools.partial(make, name, 32, 2, causal=causal, layer=0, depth=1, positions="none")
+    both = (one.state_dict().items() for one in (model_memory.shapes(made), made()))
+    looks = [{name: (t.shape, t.dtype) for name, t in items} for items in both]
+    assert looks[0] == looks[1]
+
+
+def test_no_compiler_is_imported_to_build_a_model():
+    names = " ".join(name for name, one in REGISTRY.items() if "causal" in one.directions)
+    code = (
+        "import sys, longspan\n"
+        f"for name in {names!r}.split(): longspan.build(name, dim=32, heads=2)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

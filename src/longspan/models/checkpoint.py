@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from .._utils import atomic_io, sealed_dir
+from .._utils.model_memory import Unfilled
 from .._utils.sealed_dir import CONFIG
 from .._utils.spec import known
 from .._utils.typecheck import format_value
 from .._utils.version import VERSION
 from ..data import tokenization
-from ..modules.init import Undrawn
 from . import quantization
 from .config import DecoderConfig, EncoderConfig, Seq2SeqConfig, TranscriberConfig
 from .decoder import Decoder
@@ -141,7 +141,7 @@ def load(folder: str | Path) -> Any:
     try:
         config = config_class.from_dict(header["config"])
         _look(weights, estimate_bytes(model_class, config))
-        with torch.random.fork_rng(devices=[]), Undrawn():
+        with torch.random.fork_rng(devices=[]), Unfilled(everywhere=True):
             model = model_class(config)
         quantization.restore(model, header.get(QUANTIZED, {}))
     except ValueError as error:

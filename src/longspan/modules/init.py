@@ -1,4 +1,4 @@
-"""Initialization of decays and of models to be loaded, and access to the weights of quantized linear maps."""
+"""Initialization of decays, and access to the weights of quantized linear maps."""
 
 import math
 import sys
@@ -6,22 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-
-
-class Undrawn(TorchFunctionMode):
-    """Leaves tensors as they are where they would be filled with random numbers, for models whose weights are loaded.
-
-    The memory of such a tensor is not touched, so it takes none before the weights are there.
-    """
-
-    DRAWS = frozenset({"normal_", "uniform_", "trunc_normal_", "kaiming_uniform_"})
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__name__", "") not in self.DRAWS:
-            return func(*args, **kwargs)
-        return args[0] if args else kwargs["tensor"]
 
 
 def linear_numbers(layer: Any) -> tuple[Tensor, Tensor | None]:
