@@ -135,20 +135,21 @@ def bounds(table, i_s, n, SPAN: tl.constexpr):
 
 
 @triton.jit
-def gates(decay, mask, segments, first, o_c, stop, s_n):
+def gates(decay, gs, mask, segments, b, h, n, first, o_c, stop):
     """Return which tokens of a chunk exist, which are real, and the sums (C,) of log decays up to each, in float64."""
     o_n = first + o_c
     there = o_n < stop
     real = there
     if mask is not None:
-        real = there & (tl.load(mask + o_n, mask=there, other=0) != 0)
+        real = there & (tl.load(mask + b * n + o_n, mask=there, other=0) != 0)
     g = tl.zeros(o_c.shape, tl.float32)
     if decay is not None:
-        g = tl.load(decay + o_n * s_n, mask=real, other=0.0).to(tl.float32)
+        g = tl.load(decay + (b * gs[0] + h * gs[1]) + o_n * gs[2], mask=real, other=0.0).to(tl.float32)
         g = tl.where(g < LOWEST, LOWEST, g)  # NaN stays
     if segments is not None:
         inner = there & (o_n > 0)
-        here, before = tl.load(segments + o_n, mask=inner, other=0), tl.load(segments + o_n - 1, mask=inner, other=0)
+        ids = segments + b * n + o_n
+        here, before = tl.load(ids, mask=inner, other=0), tl.load(ids - 1, mask=inner, other=0)
         g = tl.where(here != before, LOWEST, g)
     return there, real, tl.cumsum(g.to(tl.float64), 0), tl.sum(g.to(tl.float64), 0)
 
@@ -206,12 +207,6 @@ def sums_kernel(
     o_c, o_d, o_e = tl.arange(0, C), tl.arange(0, BD), i_e * BE + tl.arange(0, BE)
     x += b * xs[0] + h // R * xs[1]
     y += b * ys[0] + h * ys[1]
-    if decay is not None:
-        decay += b * gs[0] + h * gs[1]
-    if mask is not None:
-        mask += b * n
-    if segments is not None:
-        segments += b * n
     if unit is not None:
         unit += (i_bh // R) * n
     begin, stop = bounds(table, i_s, n, SPAN)
@@ -219,7 +214,7 @@ def sums_kernel(
     all_decays = tl.zeros([1], tl.float64)
     for i in range(0, SPAN // C):
         first = begin + (SPAN // C - 1 - i if REVERSE else i) * C
-        _, real, total, last = gates(decay, mask, segments, first, o_c, stop, gs[2])
+        _, real, total, last = gates(decay, gs, mask, segments, b, h, n, first, o_c, stop)
         if REVERSE:
             share = tl.exp(total.to(tl.float32)) * scale
         else:
@@ -305,12 +300,6 @@ def outputs_kernel(
     k += b * ks[0] + h // R * ks[1]
     v += b * vs[0] + h * vs[1]
     o += b * os[0] + h * os[1]
-    if decay is not None:
-        decay += b * gs[0] + h * gs[1]
-    if mask is not None:
-        mask += b * n
-    if segments is not None:
-        segments += b * n
     if unit_q is not None:
         unit_q += (i_bh // R) * n
         unit_k += (i_bh // R) * n
@@ -319,7 +308,7 @@ def outputs_kernel(
     s = tl.load(at, mask=(o_d[:, None] < D) & (o_e[None, :] < E), other=0.0)
     for i in range(0, SPAN // C):
         first = begin + i * C
-        there, real, total, last = gates(decay, mask, segments, first, o_c, stop, gs[2])
+        there, real, total, last = gates(decay, gs, mask, segments, b, h, n, first, o_c, stop)
         high, low = parts(total)
         reading, share = tl.exp(high) * scale, leaving(total, last)
         earlier = o_c[:, None] >= o_c[None, :]
@@ -377,12 +366,6 @@ def values_backward_kernel(
     k += b * ks[0] + h // R * ks[1]
     grad += b * os[0] + h * os[1]
     dv += b * dvs[0] + h * dvs[1]
-    if decay is not None:
-        decay += b * gs[0] + h * gs[1]
-    if mask is not None:
-        mask += b * n
-    if segments is not None:
-        segments += b * n
     if unit_q is not None:
         unit_q += (i_bh // R) * n
         unit_k += (i_bh // R) * n
@@ -391,7 +374,7 @@ def values_backward_kernel(
     r = tl.load(at, mask=(o_d[:, None] < D) & (o_e[None, :] < E), other=0.0)
     for i in range(0, SPAN // C):
         first = begin + (SPAN // C - 1 - i) * C
-        there, real, total, last = gates(decay, mask, segments, first, o_c, stop, gs[2])
+        there, real, total, last = gates(decay, gs, mask, segments, b, h, n, first, o_c, stop)
         high, low = parts(total)
         reading, share = tl.exp(high) * scale, leaving(total, last)
         earlier = o_c[:, None] <= o_c[None, :]  # (j,i)
@@ -458,12 +441,6 @@ def keys_backward_kernel(
     v += b * vs[0] + h * vs[1]
     grad += b * os[0] + h * os[1]
     dk += b * dks[0] + h * dks[1]
-    if decay is not None:
-        decay += b * gs[0] + h * gs[1]
-    if mask is not None:
-        mask += b * n
-    if segments is not None:
-        segments += b * n
     if unit_q is not None:
         unit_q += (i_bh // R) * n
         unit_k += (i_bh // R) * n
@@ -472,7 +449,7 @@ def keys_backward_kernel(
     r = tl.load(ends + (i_bh * NP + i_s) * D * E + o_e[:, None] + o_d[None, :] * E, mask=inside, other=0.0)  # (E,D)
     for i in range(0, SPAN // C):
         first = begin + (SPAN // C - 1 - i) * C
-        there, real, total, last = gates(decay, mask, segments, first, o_c, stop, gs[2])
+        there, real, total, last = gates(decay, gs, mask, segments, b, h, n, first, o_c, stop)
         high, low = parts(total)
         reading, share = tl.exp(high) * scale, leaving(total, last)
         earlier = o_c[:, None] <= o_c[None, :]  # (j,i)
@@ -547,12 +524,6 @@ def queries_backward_kernel(
     v += b * vs[0] + h * vs[1]
     grad += b * os[0] + h * os[1]
     dq += b * dqs[0] + h * dqs[1]
-    if decay is not None:
-        decay += b * gs[0] + h * gs[1]
-    if mask is not None:
-        mask += b * n
-    if segments is not None:
-        segments += b * n
     if unit_q is not None:
         unit_q += (i_bh // R) * n
         unit_k += (i_bh // R) * n
@@ -561,7 +532,7 @@ def queries_backward_kernel(
     s = tl.load(starts + (i_bh * NP + i_s) * D * E + o_e[:, None] + o_d[None, :] * E, mask=inside, other=0.0)  # (E,D)
     for i in range(0, SPAN // C):
         first = begin + i * C
-        there, real, total, last = gates(decay, mask, segments, first, o_c, stop, gs[2])
+        there, real, total, last = gates(decay, gs, mask, segments, b, h, n, first, o_c, stop)
         high, low = parts(total)
         whole, share = tl.exp(last.to(tl.float32)), leaving(total, last)
         earlier = o_c[:, None] >= o_c[None, :]
