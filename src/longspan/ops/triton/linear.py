@@ -186,23 +186,26 @@ def z_at(at_d, D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def kept(mask, mask_strides, at_n, left):
+def kept(mask, mask_strides, b, first, at_n, left):
     """Return which keys count: those before the end, and real by the mask."""
     keep = at_n < left
     if mask is not None:
-        keep = keep & (tl.load(mask + at_n * mask_strides[1], mask=keep, other=0) != 0)
+        at = mask + (b * mask_strides[0] + first * mask_strides[1]) + at_n * mask_strides[1]
+        keep = keep & (tl.load(at, mask=keep, other=0) != 0)
     return keep
 
 
 @triton.jit
-def id_at(segments, segments_strides, token, n):
+def id_at(segments, segments_strides, b, token, n):
     """Return the segment of a token; before the first and after the last token, that of the first and last."""
+    segments += b * segments_strides[0]
     return tl.load(segments + tl.minimum(tl.maximum(token, 0), n - 1).to(tl.int64) * segments_strides[1])
 
 
 @triton.jit
-def ids_of(segments, segments_strides, first, at_n, n):
+def ids_of(segments, segments_strides, b, first, at_n, n):
     """Return the segments of the tokens ``first`` + at_n, as ``id_at``."""
+    segments += b * segments_strides[0]
     return tl.load(segments + tl.minimum(first + at_n, n - 1).to(tl.int64) * segments_strides[1])
 
 
@@ -244,17 +247,14 @@ def sums_kernel(
     at_d, at_e = tl.arange(0, BD), block * BE + tl.arange(0, BE)
     k = moved(k, k_strides, b, h, first)
     v = moved(v, v_strides, b, h, first)
-    if mask is not None:
-        mask += b * mask_strides[0] + first * mask_strides[1]
     if segments is not None:
-        segments += b * segments_strides[0]
-        last = id_at(segments, segments_strides, span * SPAN + SPAN - 1, n)
+        last = id_at(segments, segments_strides, b, span * SPAN + SPAN - 1, n)
     s, z = tl.zeros([BD, BE], tl.float32), tl.zeros([BD], tl.float32)
     for i in range(0, SPAN // C):
         at_n = i * C + tl.arange(0, C)
-        keep = kept(mask, mask_strides, at_n, left)
+        keep = kept(mask, mask_strides, b, first, at_n, left)
         if segments is not None:
-            keep = keep & (ids_of(segments, segments_strides, span * SPAN, at_n, n) == last)
+            keep = keep & (ids_of(segments, segments_strides, b, span * SPAN, at_n, n) == last)
         fk = feature_columns(columns(k, k_strides, at_n, at_d, keep, D), at_d, keep, D, MAP)
         x = rows(v, v_strides, at_n, at_e, keep, E)
         s = product(fk, x, s, MAP != 1, False, HALF, WIDE, PRECISION)
@@ -298,10 +298,8 @@ def prefix_kernel(
     at_d, at_e = tl.where(at < D * E, at // E, at - D * E), tl.where(at < D * E, at % E, E)
     s = tl.zeros([BLOCK], tl.float32)
     if given is not None:
-        at_given = at_d * given_strides[2] + at_e * given_strides[3]
-        s += tl.load(moved(given, given_strides, b, h, 0) + at_given, mask=there, other=0.0)
-    if segments is not None:
-        segments += b * segments_strides[0]
+        given = moved(given, given_strides, b, h, 0) + at_d * given_strides[2] + at_e * given_strides[3]
+        s += tl.load(given, mask=there, other=0.0)
     parts += pair * spans * SIZE
     # The first span to add, and the step to the next one. A loop over a range that is known at run time only does not
     # run in the interpreter with numpy 2.4.
@@ -316,8 +314,8 @@ def prefix_kernel(
         if CAUSAL:
             tl.store(parts + span * SIZE + at, s, mask=there)
         if segments is not None:
-            before = id_at(segments, segments_strides, span * SPAN - 1, n)
-            last = id_at(segments, segments_strides, span * SPAN + SPAN - 1, n)
+            before = id_at(segments, segments_strides, b, span * SPAN - 1, n)
+            last = id_at(segments, segments_strides, b, span * SPAN + SPAN - 1, n)
             s = tl.where(before == last, s, 0.0)
         s += part
         part = follows
@@ -375,10 +373,6 @@ def outputs_kernel(
         rest = moved(rest, o_strides, b, h, first)
     below += pair * n + first
     starts += state_at(pair, span, states, CAUSAL) * (D * E + D)
-    if mask is not None:
-        mask += b * mask_strides[0] + first * mask_strides[1]
-    if segments is not None:
-        segments += b * segments_strides[0]
     s_mask = (at_d[:, None] < D) & (at_e[None, :] < E)
     s = tl.load(starts + s_at(at_d[:, None], at_e[None, :], E, CAUSAL), mask=s_mask, other=0.0)
     z = tl.load(starts + z_at(at_d, D, E, CAUSAL), mask=at_d < D, other=0.0)
@@ -388,14 +382,14 @@ def outputs_kernel(
         fq = feature_rows(rows(q, q_strides, at_n, at_d, there, D), at_d, there, D, MAP)
         read = fq
         if segments is not None:
-            ids = ids_of(segments, segments_strides, span * SPAN, at_n, n)
-            before = id_at(segments, segments_strides, span * SPAN + i * C - 1, n)
+            ids = ids_of(segments, segments_strides, b, span * SPAN, at_n, n)
+            before = id_at(segments, segments_strides, b, span * SPAN + i * C - 1, n)
             read = tl.where((ids == before)[:, None], fq, 0.0)
         d = tl.sum(read * z[None, :], 1) + eps
         total = tl.zeros([C, BE], tl.float32)
         total = product(read, s, total, MAP != 1, True, HALF, WIDE, PRECISION)
         if CAUSAL:
-            keep = kept(mask, mask_strides, at_n, left)
+            keep = kept(mask, mask_strides, b, first, at_n, left)
             fk = feature_columns(columns(k, k_strides, at_n, at_d, keep, D), at_d, keep, D, MAP)
             x = rows(v, v_strides, at_n, at_e, keep, E)
             meet = at_c[:, None] >= at_c[None, :]
@@ -406,7 +400,7 @@ def outputs_kernel(
             d += tl.sum(a, 1)
             total = product(a, x, total, True, False, HALF, WIDE, PRECISION)
             if segments is not None:
-                last = id_at(segments, segments_strides, span * SPAN + i * C + C - 1, n)
+                last = id_at(segments, segments_strides, b, span * SPAN + i * C + C - 1, n)
                 fk = tl.where((ids == last)[None, :], fk, 0.0)
                 s = tl.where(before == last, s, 0.0)
                 z = tl.where(before == last, z, 0.0)
@@ -466,8 +460,7 @@ def grad_sums_kernel(
     below += pair * n + first
     weights += pair * n + first
     if segments is not None:
-        segments += b * segments_strides[0]
-        before = id_at(segments, segments_strides, span * SPAN - 1, n)
+        before = id_at(segments, segments_strides, b, span * SPAN - 1, n)
     s, z = tl.zeros([BD, BE], tl.float32), tl.zeros([BD], tl.float32)
     for i in range(0, SPAN // C):
         at_n = i * C + tl.arange(0, C)
@@ -481,7 +474,7 @@ def grad_sums_kernel(
             tl.store(weights + at_n, w, mask=there)
         reads = there
         if segments is not None:
-            reads = there & (ids_of(segments, segments_strides, span * SPAN, at_n, n) == before)
+            reads = there & (ids_of(segments, segments_strides, b, span * SPAN, at_n, n) == before)
         fq = feature_columns(columns(q, q_strides, at_n, at_d, reads, D), at_d, reads, D, MAP)
         fq *= inverse(below, at_n, there)[None, :]
         s = product(fq, above, s, True, False, HALF, WIDE, PRECISION)
@@ -538,10 +531,6 @@ def grad_q_kernel(
     below += pair * n + first
     weights += pair * n + first
     starts += state_at(pair, span, states, CAUSAL) * (D * E + D)
-    if mask is not None:
-        mask += b * mask_strides[0] + first * mask_strides[1]
-    if segments is not None:
-        segments += b * segments_strides[0]
     s_mask = (at_d[None, :] < D) & (at_e[:, None] < E)
     s = tl.load(starts + s_at(at_d[None, :], at_e[:, None], E, CAUSAL), mask=s_mask, other=0.0)
     z = tl.load(starts + z_at(at_d, D, E, CAUSAL), mask=at_d < D, other=0.0)
@@ -552,11 +541,11 @@ def grad_q_kernel(
         w = tl.load(weights + at_n, mask=there, other=0.0)
         change = product(above, s, w[:, None] * z[None, :], False, True, HALF, WIDE, PRECISION)
         if segments is not None:
-            ids = ids_of(segments, segments_strides, span * SPAN, at_n, n)
-            before = id_at(segments, segments_strides, span * SPAN + i * C - 1, n)
+            ids = ids_of(segments, segments_strides, b, span * SPAN, at_n, n)
+            before = id_at(segments, segments_strides, b, span * SPAN + i * C - 1, n)
             change = tl.where((ids == before)[:, None], change, 0.0)
         if CAUSAL:
-            keep = kept(mask, mask_strides, at_n, left)
+            keep = kept(mask, mask_strides, b, first, at_n, left)
             fk = feature_rows(rows(k, k_strides, at_n, at_d, keep, D), at_d, keep, D, MAP)
             x = columns(v, v_strides, at_n, at_e, keep, E)
             meet = at_c[:, None] >= at_c[None, :]
@@ -566,7 +555,7 @@ def grad_q_kernel(
             a = tl.where(meet, a + w[:, None], 0.0)
             change = product(a, fk, change, True, MAP != 1, HALF, WIDE, PRECISION)
             if segments is not None:
-                last = id_at(segments, segments_strides, span * SPAN + i * C + C - 1, n)
+                last = id_at(segments, segments_strides, b, span * SPAN + i * C + C - 1, n)
                 fk = tl.where((ids == last)[:, None], fk, 0.0)
                 s = tl.where(before == last, s, 0.0)
                 z = tl.where(before == last, z, 0.0)
@@ -625,10 +614,6 @@ def grad_k_kernel(
     below += pair * n + first
     weights += pair * n + first
     ends += state_at(pair, span, states, CAUSAL) * (D * E + D)
-    if mask is not None:
-        mask += b * mask_strides[0] + first * mask_strides[1]
-    if segments is not None:
-        segments += b * segments_strides[0]
     r_mask = (at_d[None, :] < D) & (at_e[:, None] < E)
     r = tl.load(ends + s_at(at_d[None, :], at_e[:, None], E, CAUSAL), mask=r_mask, other=0.0)
     u = tl.load(ends + z_at(at_d, D, E, CAUSAL), mask=at_d < D, other=0.0)
@@ -636,14 +621,14 @@ def grad_k_kernel(
         i = SPAN // C - 1 - j
         at_n = i * C + at_c
         there = at_n < left
-        keep = kept(mask, mask_strides, at_n, left)
+        keep = kept(mask, mask_strides, b, first, at_n, left)
         x = rows(v, v_strides, at_n, at_e, keep, E)
         change = tl.zeros([C, BD], tl.float32) + u[None, :]
         change = product(x, r, change, False, True, HALF, WIDE, PRECISION)
         if segments is not None:
-            ids = ids_of(segments, segments_strides, span * SPAN, at_n, n)
-            before = id_at(segments, segments_strides, span * SPAN + i * C - 1, n)
-            last = id_at(segments, segments_strides, span * SPAN + i * C + C - 1, n)
+            ids = ids_of(segments, segments_strides, b, span * SPAN, at_n, n)
+            before = id_at(segments, segments_strides, b, span * SPAN + i * C - 1, n)
+            last = id_at(segments, segments_strides, b, span * SPAN + i * C + C - 1, n)
             change = tl.where((ids == last)[:, None], change, 0.0)
         if CAUSAL:
             fq = feature_rows(rows(q, q_strides, at_n, at_d, there, D), at_d, there, D, MAP)
@@ -710,23 +695,19 @@ def grad_v_kernel(
     dv = moved(dv, dv_strides, b, h, first)
     below += pair * n + first
     ends += state_at(pair, span, states, CAUSAL) * (D * E + D)
-    if mask is not None:
-        mask += b * mask_strides[0] + first * mask_strides[1]
-    if segments is not None:
-        segments += b * segments_strides[0]
     r_mask = (at_d[:, None] < D) & (at_e[None, :] < E)
     r = tl.load(ends + s_at(at_d[:, None], at_e[None, :], E, CAUSAL), mask=r_mask, other=0.0)
     for j in range(0, SPAN // C):
         i = SPAN // C - 1 - j
         at_n = i * C + at_c
         there = at_n < left
-        keep = kept(mask, mask_strides, at_n, left)
+        keep = kept(mask, mask_strides, b, first, at_n, left)
         fk = feature_rows(rows(k, k_strides, at_n, at_d, keep, D), at_d, keep, D, MAP)
         change = product(fk, r, tl.zeros([C, BE], tl.float32), MAP != 1, True, HALF, WIDE, PRECISION)
         if segments is not None:
-            ids = ids_of(segments, segments_strides, span * SPAN, at_n, n)
-            before = id_at(segments, segments_strides, span * SPAN + i * C - 1, n)
-            last = id_at(segments, segments_strides, span * SPAN + i * C + C - 1, n)
+            ids = ids_of(segments, segments_strides, b, span * SPAN, at_n, n)
+            before = id_at(segments, segments_strides, b, span * SPAN + i * C - 1, n)
+            last = id_at(segments, segments_strides, b, span * SPAN + i * C + C - 1, n)
             change = tl.where((ids == last)[:, None], change, 0.0)
         if CAUSAL:
             fq = feature_columns(columns(q, q_strides, at_n, at_d, there, D), at_d, there, D, MAP)
