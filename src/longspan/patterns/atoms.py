@@ -221,6 +221,11 @@ class Blocked(Pattern):
     """Base of the patterns whose queries see the same keys throughout a block of ``unit`` tokens."""
 
     @property
+    def unit(self) -> int:
+        """The number of tokens of a block."""
+        raise NotImplementedError
+
+    @property
     def period(self) -> int:
         return self.unit
 
