@@ -47,6 +47,8 @@ class Decoder(Generator):
     tokenizer = ""
     """content of the tokenizer.json of its tokens, which checkpoints keep; "" for a model without a tokenizer"""
 
+    config: DecoderConfig
+
     def __init__(self, config: DecoderConfig):
         super().__init__()
         check_fits_in_memory(config, Decoder)

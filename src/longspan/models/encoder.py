@@ -42,6 +42,8 @@ class Encoder(Model):
         torch.Size([2, 3])
     """
 
+    config: EncoderConfig
+
     def __init__(self, config: EncoderConfig):
         super().__init__()
         check_fits_in_memory(config, Encoder)

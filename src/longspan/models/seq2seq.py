@@ -41,6 +41,8 @@ class Seq2Seq(Generator):
         Vaswani et al. 2017 (1706.03762), section 3.
     """
 
+    config: Seq2SeqConfig
+
     def __init__(self, config: Seq2SeqConfig):
         super().__init__()
         check_fits_in_memory(config, Seq2Seq)
