@@ -30,6 +30,7 @@ class Request(NamedTuple):
     kernel: str
     pointers: dict[str, str]
     constants: dict[str, Any]
+    tuples: dict[str, list[str | int]]
     floats: list[str]
     multiples: list[str]
     capability: int
@@ -55,6 +56,7 @@ def request(
     pointers: Mapping[str, str],
     constants: Mapping[str, Any],
     *,
+    tuples: Mapping[str, Sequence[str | int]] | None = None,
     floats: Sequence[str] = (),
     multiples: Sequence[str] = ("_b", "_h", "_n"),
     capability: int = 90,
@@ -67,12 +69,14 @@ def request(
         pointers: The type of each pointer, such as ``*bf16``. Pointers are taken as multiples of 16 bytes.
         constants: Values of ``tl.constexpr`` parameters, of integers that are 1 (strides of the last dimension, which
             Triton makes constants) and of pointers that are None.
+        tuples: The elements of parameters that are tuples: names of integers, or their values where these are 1.
         floats: Names of parameters that are float32 numbers. All others are int32.
         multiples: Names, or their ends, of integers known to be multiples of 16, as Triton finds out at each call.
         capability: 80 for sm_80 or 90 for sm_90.
         options: ``num_warps``, ``num_stages`` and others of a launch.
     """
-    return Request(kernel, dict(pointers), dict(constants), list(floats), list(multiples), capability, options)
+    parts = {name: list(elements) for name, elements in (tuples or {}).items()}
+    return Request(kernel, dict(pointers), dict(constants), parts, list(floats), list(multiples), capability, options)
 
 
 def compiled(kernel: str, pointers: Mapping[str, str], constants: Mapping[str, Any], **how: Any) -> Build:
@@ -105,17 +109,24 @@ def _build(wanted: Request) -> Build:
     module, name = wanted.kernel.split(":")
     kernel = getattr(importlib.import_module(module), name)
     signature, attributes = {}, {}
+    constants = {(kernel.arg_names.index(key),): value for key, value in wanted.constants.items()}
     for i, parameter in enumerate(kernel.arg_names):
         if parameter in wanted.constants:
             signature[parameter] = "constexpr"
+            continue
+        if parameter in wanted.tuples:
+            elements = wanted.tuples[parameter]
+            signature[parameter] = tuple("constexpr" if isinstance(element, int) else "i32" for element in elements)
+            constants |= {(i, j): element for j, element in enumerate(elements) if isinstance(element, int)}
+            divisible = [j for j, element in enumerate(elements) if str(element).endswith(tuple(wanted.multiples))]
+            attributes |= {(i, j): [["tt.divisibility", 16]] for j in divisible}
             continue
         number = "fp32" if parameter in wanted.floats else "i32"
         signature[parameter] = wanted.pointers.get(parameter, number)
         if parameter in wanted.pointers or parameter.endswith(tuple(wanted.multiples)):
             attributes[(i,)] = [["tt.divisibility", 16]]
-    if strange := (wanted.constants | wanted.pointers).keys() - set(kernel.arg_names):
+    if strange := (wanted.constants | wanted.pointers | wanted.tuples).keys() - set(kernel.arg_names):
         raise ValueError(f"{wanted.kernel} has no parameter {', '.join(sorted(strange))}")
-    constants = {(kernel.arg_names.index(key),): value for key, value in wanted.constants.items()}
     source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
     target = GPUTarget("cuda", wanted.capability, 32)
     built = triton.compile(source, target=target, options=wanted.options)

@@ -19,20 +19,22 @@ POINTERS = {
     "grad_k": ("qkvg", ("dk", "below", "weights", "ends")),
     "grad_v": ("qkg", ("dv", "below", "ends")),
 }
-LAST = {"q": "q_d", "k": "k_d", "v": "v_e", "o": "o_e", "g": "g_e", "dq": "dq_d", "dk": "dk_d", "dv": "dv_e"}
+TOKENS = ("q", "k", "v", "o", "g", "dq", "dk", "dv")
+STRIDES = ("_b", "_h", "_n", 1)
 
 
 def wanted(kernel: str, size: int, dtype: torch.dtype, capability: int, *, bare: bool) -> Request:
     """A kernel as ``ops/linear/triton.py`` launches it in training; ``bare``: without mask and segments."""
     kind = TYPES[str(dtype).removeprefix("torch.")]
     tokens, others = POINTERS[kernel]
-    tokens = [*tokens, *(name for name in others if name in LAST)]
-    pointers = dict.fromkeys(tokens, kind) | {name: "*fp32" for name in others if name not in LAST}
+    tokens = [*tokens, *(name for name in others if name in TOKENS)]
+    pointers = dict.fromkeys(tokens, kind) | {name: "*fp32" for name in others if name not in TOKENS}
+    tuples: dict[str, tuple[str | int, ...]] = {f"{name}_strides": STRIDES for name in tokens}
     constants: dict[str, Any] = linear.constants(kernel, size, size, dtype, capability)
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
     # Not as the interpreter runs them.
     constants |= {"WIDE": False, "PRECISION": "tf32x3" if dtype == torch.float32 else "ieee"}
-    constants |= {"SPAN": 1024, "MAP": 0} | {LAST[name]: 1 for name in tokens}
+    constants |= {"SPAN": 1024, "MAP": 0}
     if "sums" not in kernel:
         constants["CAUSAL"] = True
     if "rest" in pointers and dtype == torch.float32:
@@ -41,28 +43,29 @@ def wanted(kernel: str, size: int, dtype: torch.dtype, capability: int, *, bare:
     elif "rest" in pointers:
         pointers["rest"] = "*bf16"
     edges = {"segments": EDGES["segments"]} if kernel == "grad_sums" else EDGES
+    tuples |= {f"{edge}_strides": ("_b", "_n" if bare else 1) for edge in edges}
     if bare:
         constants |= dict.fromkeys(edges)
     else:
         pointers |= edges
-        constants |= dict.fromkeys((f"{edge}_n" for edge in edges), 1)
-    how = {"floats": ["eps"], "capability": capability}
+    how = {"tuples": tuples, "floats": ["eps"], "capability": capability}
     return request(f"{MODULE}:{kernel}_kernel", pointers, constants, **how, **options)
 
 
 def wanted_prefix(size: int, capability: int, *, reverse: bool) -> Request:
     constants = {"D": size, "E": size, "SPAN": 1024, "BLOCK": linear.PREFIX, "CAUSAL": True, "REVERSE": reverse}
     pointers = dict.fromkeys(("parts", "given", "end"), "*fp32") | {"segments": EDGES["segments"]}
-    constants |= {"given_e": 1, "segments_n": 1}
-    return request(f"{MODULE}:prefix_kernel", pointers, constants, capability=capability)
+    tuples = {"given_strides": ("_b", "_h", "_d", 1), "segments_strides": ("_b", 1)}
+    return request(f"{MODULE}:prefix_kernel", pointers, constants, tuples=tuples, capability=capability)
 
 
 def wanted_step(size: int, capability: int) -> Request:
     constants = linear.step_constants(size, size, "elu") | {"WIDE": False}
     options = {"num_warps": constants.pop("num_warps")}
-    constants |= dict.fromkeys(("q_d", "k_d", "v_e", "o_e", "state_e", "after_e"), 1)
+    tuples: dict[str, tuple[str | int, ...]] = {f"{name}_strides": ("_b", "_h", 1) for name in "qkvo"}
+    tuples |= dict.fromkeys(("state_strides", "after_strides"), ("_b", "_h", "_d", 1))
     pointers = dict.fromkeys("qkvo", "*bf16") | dict.fromkeys(("state", "after"), "*fp32")
-    how = {"floats": ["eps"], "capability": capability}
+    how = {"tuples": tuples, "floats": ["eps"], "capability": capability}
     return request(f"{MODULE}:step_kernel", pointers, constants, **how, **options)
 
 

@@ -214,39 +214,46 @@ def test_kernels_compile_without_spilling(capability):
     module = "longspan.ops.triton.convolution"
     marks = {"ids": "*i64", "offsets": "*i32"}
     data = dict.fromkeys(("x", "weight", "bias", "state"), "*bf16")
-    options = {"BIAS": True, "SILU": True, "C": 64, "x_c": 1}
+    options = {"SILU": True, "C": 64}
+    tuples = {"x_strides": ("_b", "_n", 1), "sizes": ("tokens", "channels", "rows", "sequences")}
     more = {"grad": "*bf16", "after": "*bf16"}
     requests = []
-    for taps, kind in ((4, 2), (8, 1)):
-        common = options | {"K": taps, "KIND": kind, "STEPS": 3}
-        forward = common | {"T": 32, "y_c": 1}
-        backward = common | {"T": 16 if taps > 4 else 32, "grad_c": 1, "dx_c": 1}
-        gradients = data | marks | more | {"dx": "*bf16", "sums": "*fp32"}
-        for name, pointers, constants, warps in (
-            ("forward", data | marks | {"y": "*bf16"}, forward, 4),
-            ("backward", gradients, backward, 8),
+    for taps, kind in ((4, "offsets"), (8, "ids")):
+        common = options | {"K": taps, "STEPS": 3, "ids" if kind == "offsets" else "offsets": None}
+        forward, backward = common | {"T": 32}, common | {"T": 16 if taps > 4 else 32}
+        given = data | {kind: marks[kind]}
+        for name, pointers, constants, strides, warps in (
+            ("forward", given | {"y": "*bf16"}, forward, ("y",), 4),
+            ("backward", given | more | {"dx": "*bf16", "sums": "*fp32"}, backward, ("grad", "dx"), 8),
         ):
             requests.append(
                 request(
                     f"{module}:{name}",
                     pointers,
                     constants,
+                    tuples=tuples | {f"{name}_strides": ("_b", "_n", 1) for name in strides},
                     multiples=("_b", "_n", "channels"),
                     capability=capability,
                     num_warps=warps,
                 )
             )
-    constants = options | {"K": 4, "KIND": 2, "T": 8, "grad_c": 1}
-    states = {"x": "*bf16", "state": "*fp32"} | marks
-    for name, pointers, left_out in (
-        ("ends", states | {"last": "*fp32"}, ("BIAS", "SILU", "K", "grad_c")),
-        ("starts", data | states | {"grad": "*bf16", "after": "*fp32", "first": "*fp32"}, ()),
+    constants = options | {"T": 8, "ids": None}
+    states = {"x": "*bf16", "state": "*fp32", "offsets": marks["offsets"]}
+    starts = data | states | {"grad": "*bf16", "after": "*fp32", "first": "*fp32"}
+    grads = {"grad_strides": ("_b", "_n", 1)}
+    for name, pointers, left_out, strides in (
+        ("ends", states | {"last": "*fp32"}, ("SILU",), {}),
+        ("starts", starts, (), grads),
     ):
         chosen = {key: value for key, value in constants.items() if key not in left_out}
-        requests.append(request(f"{module}:{name}", pointers, chosen, capability=capability, num_warps=4))
-    constants = options | {"K": 4, "R": 4, "C": 128, "state_c": 1, "after_c": 1, "weight_k": 1, "bias_c": 1}
-    pointers = data | {"y": "*bf16", "after": "*bf16"}
-    requests.append(request(f"{module}:step", pointers, constants, capability=capability, num_warps=4))
+        chosen |= {} if name == "ends" else {"K": 4}
+        how = {"tuples": tuples | strides, "capability": capability, "num_warps": 4}
+        requests.append(request(f"{module}:{name}", pointers, chosen, **how))
+    strides = {"x_strides": ("_b", 1), "weight_strides": ("_c", 1)}
+    strides |= {f"{name}_strides": ("_b", "_r", 1) for name in ("state", "after")}
+    pointers, constants = data | {"y": "*bf16", "after": "*bf16"}, options | {"K": 4, "R": 4, "C": 128, "bias_c": 1}
+    how = {"tuples": strides, "capability": capability, "num_warps": 4}
+    requests.append(request(f"{module}:step", pointers, constants, **how))
     for built in compiled_all(requests):
         assert built.stack <= 64, built.kernel
         assert built.shared <= LIMITS[capability], built.kernel

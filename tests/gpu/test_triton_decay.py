@@ -154,14 +154,16 @@ def built(dtype, size, capability):
         tile |= {"BD": min(size, after) if keys else size, "BE": size if keys else min(size, block)}
         if name != "sums_kernel":
             tile["PRECISION"] = "tf32x3" if wide else "ieee"
-        ones = {f"{p}s_d": 1 for p in constants.pop("strided")} | {"gs_n": 1}
+        tuples = {f"{p}s": ("s_b", "s_h", "s_n", 1) for p in constants.pop("strided")} | {"gs": ("s_b", "s_h", 1)}
+        tuples["sizes"] = ("n", "H", "R", "D", "E", "NP")
         nothing = dict.fromkeys(("mask", "segments", "table", *none))
         types = dict.fromkeys(pointers, pointer) | dict.fromkeys(("decay", *states), "*fp32")
         requests.append(
             request(
                 f"longspan.ops.triton.decay:{name}",
                 types,
-                tile | ones | nothing | constants,
+                tile | nothing | constants,
+                tuples=tuples,
                 floats=["scale"],
                 multiples=("s_b", "s_h", "s_n", "D", "E"),
                 capability=capability,

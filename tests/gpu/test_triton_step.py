@@ -64,16 +64,17 @@ def test_operands_that_do_not_fit_raise_as_elsewhere():
 @pytest.mark.full
 def test_builds_fit_a_gpu():
     """In one pass: no registers spill for heads of up to 256 channels."""
-    names = [f"{t}s_{axis}" for t in "qkvg" for axis in "bhd"] + ["bs_b", "bs_h", "ss_b", "ss_h", "ss_d", "ss_e"]
-    ones = {"qs_d": 1, "ks_d": 1, "vs_d": 1, "gs_d": 1, "ss_e": 1}
+    tuples = {f"{name}s": ("s_b", "s_h", 1) for name in "qkvg"}
+    tuples |= {"bs": ("s_b", "s_h"), "ss": ("s_b", "s_h", "s_d", 1)}
     pointers = dict.fromkeys(("q", "k", "v", "out"), "*bf16") | dict.fromkeys(("state", "decay", "beta"), "*fp32")
     requests = [
         request(
             "longspan.ops.triton.gated_step:step_kernel",
             pointers | {"after": "*fp32"},
-            ones | {"CHANNELS": True, "NORMALIZE": True, "DONATE": True, "WIDE": False, "BD": size, "BE": 2048 // size},
+            {"CHANNELS": True, "NORMALIZE": True, "DONATE": True, "WIDE": False, "BD": size, "BE": 2048 // size},
+            tuples=tuples,
             floats=["scale"],
-            multiples=[name for name in names if name not in ones] + ["D", "E"],
+            multiples=("s_b", "s_h", "s_d", "D", "E"),
             capability=capability,
             num_warps=4,
         )

@@ -96,26 +96,20 @@ class Polynomial(Attention[PolynomialState | ContextSums]):
         self, x: Tensor, state: PolynomialState | ContextSums | None, **given: Unpack[AllArguments]
     ) -> tuple[Tensor, PolynomialState | ContextSums | None]:
         q = self._scaled(self.query(x))
-        kernel: dict[str, Any] = {"constant": self.constant, "taylor": self.taylor, "eps": self.eps}
+        kernel = op.Kernel(self.constant, self.taylor, self.eps)
 
         def attend(
             q: Tensor, k: Tensor, v: Tensor, *, before: PolynomialState | None = None, **options: Any
         ) -> tuple[Tensor, PolynomialState]:
-            o, after = op.attend(q, k, v, state=before and before.sums, **options, **kernel)
+            o, after = op.attend(q, k, v, kernel, state=before and before.sums, **options)
             return o, PolynomialState(after)
 
         def matrix(
-            q: Tensor,
-            k: Tensor,
-            allowed: Tensor,
-            *,
-            before: PolynomialState | None = None,
-            segments: Tensor | None = None,
-            **_: Any,
+            q: Tensor, k: Tensor, allowed: Tensor, *, before: PolynomialState | None = None, **options: Any
         ) -> Tensor:
-            return op.matrix(q, k, allowed, state=before and before.sums, segments=segments, **kernel)
+            return op.matrix(q, k, allowed, kernel, options.get("segments"), before and before.sums)
 
-        form = sums.Form(attend, matrix, lambda q, found: op.read(q, found, **kernel))
+        form = sums.Form(attend, matrix, lambda q, found: op.read(q, found, kernel))
         o, state = sums.attend(form, q, self._project, x, state, causal=self.causal, **given)
         return self.out(merge(o)), state
 

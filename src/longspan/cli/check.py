@@ -18,20 +18,17 @@ def parser() -> Parser:
         "longspan check linear --device cuda",
     )
     parser.add_argument("spec", type=str, metavar="SPEC", help="a spec, or several separated by ';' for a stack")
-    parser.add_argument(
+    parser.add_text(
         "--stack",
-        type=str,
-        default="",
-        metavar="STACK",
-        help="check a whole stack that runs its blocks in this way: plain, universal(steps=3), act(steps=4) or "
+        "STACK",
+        "check a whole stack that runs its blocks in this way: plain, universal(steps=3), act(steps=4) or "
         "reversible; by default a single spec is checked alone",
     )
-    parser.add_argument(
+    parser.add_text(
         "--device",
-        type=str,
+        "DEVICE",
+        "device that runs the checks: cpu, cuda, cuda:1, ...; it needs float64 numbers",
         default="cpu",
-        metavar="DEVICE",
-        help="device that runs the checks: cpu, cuda, cuda:1, ...; it needs float64 numbers",
     )
     parser.add_argument("--seed", type=natural_int(SEEDS), default=0, help="seed of the random weights and inputs")
     return parser

@@ -20,9 +20,7 @@ def parser() -> Parser:
     parser.add_argument(
         "--which", type=str, choices=("best", "last"), default="best", help="checkpoint of a training run"
     )
-    parser.add_argument(
-        "--out", type=str, default="", metavar="FOLDER", help="folder for a checkpoint with the weights"
-    )
+    parser.add_text("--out", "FOLDER", "folder for a checkpoint with the weights")
     return parser
 
 

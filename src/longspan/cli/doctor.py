@@ -22,11 +22,7 @@ def parser() -> Parser:
         "longspan doctor",
         "longspan doctor --clear",
     )
-    parser.add_argument(
-        "--clear",
-        action="store_true",
-        help="delete the compiled kernels and the records of failed compilations; data sets are kept",
-    )
+    parser.add_flag("--clear", "delete the compiled kernels and the records of failed compilations; data sets are kept")
     return parser
 
 

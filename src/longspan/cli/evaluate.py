@@ -28,17 +28,11 @@ def parser() -> Parser:
         "longspan eval ./Qwen3.5-0.8B --tasks lambada_openai,piqa --examples 200",
     )
     parser.add_argument("folder", type=str, metavar=MODEL, help=HELP)
-    parser.add_argument(
-        "--ema", action="store_true", help="take the moving average of the weights, which training with run.ema keeps"
+    parser.add_flag("--ema", "take the moving average of the weights, which training with run.ema keeps")
+    parser.add_text(
+        "--data", "DATA", "data set, e.g. mnist:FOLDER or text:FILE; by default the one that the model was trained on"
     )
-    parser.add_argument(
-        "--data",
-        type=str,
-        default="",
-        metavar="DATA",
-        help="data set, e.g. mnist:FOLDER or text:FILE; by default the one that the model was trained on",
-    )
-    parser.add_argument("--split", type=str, default="test", metavar="SPLIT", help="train, validation or test")
+    parser.add_text("--split", "SPLIT", "train, validation or test", default="test")
     parser.add_argument(
         "--batch",
         type=positive_int(1_000_000),
@@ -68,10 +62,9 @@ def parser() -> Parser:
         default=0.0,
         help="exponent of the beam search's length penalty; larger values favor longer targets",
     )
-    parser.add_argument(
+    parser.add_flag(
         "--stream",
-        action="store_true",
-        help="carry the state from window to window, as training with run.stream does, so that each token is computed "
+        "carry the state from window to window, as training with run.stream does, so that each token is computed "
         "once; also print tokens per second",
     )
     parser.add_argument(
@@ -82,10 +75,8 @@ def parser() -> Parser:
         help="sliding-window evaluation: advance a window of the run's length by STRIDE tokens, score only those, "
         "carry no state. With --stream: score the same tokens in both ways and print the ratio of the speeds. 0: off",
     )
-    parser.add_argument(
-        "--segments",
-        action="store_true",
-        help="texts and tokens: keep the documents of a window apart, as training with run.segments does",
+    parser.add_flag(
+        "--segments", "texts and tokens: keep the documents of a window apart, as training with run.segments does"
     )
     parser.add_argument(
         "--examples",
@@ -96,12 +87,8 @@ def parser() -> Parser:
     parser.add_argument(
         "--length", type=natural_int(), default=0, help="tokens per window of a text; 0: as in training"
     )
-    parser.add_argument(
-        "--tasks", type=str, default="", metavar="NAMES", help="tasks of lm-evaluation-harness, separated by commas"
-    )
-    parser.add_argument(
-        "--task_path", type=str, default="", metavar="DIR", help="with --tasks: a folder of further tasks, as YAML"
-    )
+    parser.add_text("--tasks", "NAMES", "tasks of lm-evaluation-harness, separated by commas")
+    parser.add_text("--task_path", "DIR", "with --tasks: a folder of further tasks, as YAML")
     parser.add_argument(
         "--shots", type=natural_int(1000), default=None, help="with --tasks: examples before each question"
     )
@@ -111,7 +98,7 @@ def parser() -> Parser:
         default=4096,
         help="with --tasks: tokens of a text, for models with a KV cache",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_flag("--json", "print JSON instead of text")
     return parser
 
 

@@ -20,25 +20,16 @@ def parser() -> Parser:
     )
     parser.add_argument("folder", type=str, metavar=MODEL, help=model_help("mnist, text"))
     parser.add_argument("file", type=str, metavar="FILE", help="the file to write; an existing file is replaced")
-    parser.add_argument(
+    parser.add_text(
         "--domain",
-        type=str,
-        default="com.microsoft",
-        metavar="DOMAIN",
-        help="operator domain of LinearAttention: com.microsoft, which onnxruntime has a kernel for, or ai.onnx, the "
+        "DOMAIN",
+        "operator domain of LinearAttention: com.microsoft, which onnxruntime has a kernel for, or ai.onnx, the "
         "standard",
+        default="com.microsoft",
     )
-    parser.add_argument(
-        "--gguf",
-        action="store_true",
-        help="write a GGUF file; MODEL is a folder that save_pretrained of transformers has written",
-    )
-    parser.add_argument(
-        "--weights",
-        type=str,
-        default="f32",
-        metavar="FORMAT",
-        help="format of the weights in a GGUF file: f32, f16, q8_0 or q4_0",
+    parser.add_flag("--gguf", "write a GGUF file; MODEL is a folder that save_pretrained of transformers has written")
+    parser.add_text(
+        "--weights", "FORMAT", "format of the weights in a GGUF file: f32, f16, q8_0 or q4_0", default="f32"
     )
     return parser
 

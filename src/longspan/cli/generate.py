@@ -47,34 +47,22 @@ def parser() -> Parser:
         "longspan generate runs/dates --sources FILE",
     )
     parser.add_argument("folder", type=str, metavar=MODEL, help=HELP)
-    parser.add_argument(
-        "--ema", action="store_true", help="take the moving average of the weights, which training with run.ema keeps"
-    )
-    parser.add_argument(
-        "--data",
-        type=str,
-        default="",
-        metavar="DATA",
-        help="data set, e.g. mnist:FOLDER; by default the one that the model was trained on",
-    )
-    parser.add_argument(
-        "--out", type=str, default="", metavar="FILE", help="images: the PNG file to write; samples.png by default"
-    )
+    parser.add_flag("--ema", "take the moving average of the weights, which training with run.ema keeps")
+    parser.add_text("--data", "DATA", "data set, e.g. mnist:FOLDER; by default the one that the model was trained on")
+    parser.add_text("--out", "FILE", "images: the PNG file to write; samples.png by default")
     parser.add_argument("--count", type=positive_int(100_000), default=64, help="images: number of images")
     parser.add_argument("--seed", type=natural_int(SEEDS), default=0, help="seed of the samples")
     add_sampling_options(parser)
-    parser.add_argument(
+    parser.add_text(
         "--complete",
-        type=str,
-        default="",
-        metavar="SPLIT",
-        help="images: complete examples of this split (train, validation or test); the PNG file shows the given part, "
+        "SPLIT",
+        "images: complete examples of this split (train, validation or test); the PNG file shows the given part, "
         "the completion and the original of each",
     )
     parser.add_argument(
         "--top", type=number(1.0), default=0.5, help="with --complete: share of each image that is given, from the top"
     )
-    parser.add_argument("--prompt", type=str, default="", metavar="TEXT", help="text: the beginning")
+    parser.add_text("--prompt", "TEXT", "text: the beginning")
     parser.add_argument(
         "--tokens",
         type=natural_int(),
@@ -82,19 +70,11 @@ def parser() -> Parser:
         help="text: bytes, or tokens of the model's tokenizer, to generate; 0: 256, or as many as the model has "
         "positions for. Pairs: largest number of tokens in a target; 0: as in training",
     )
-    parser.add_argument(
-        "--stop",
-        type=str,
-        default="",
-        metavar="TOKEN",
-        help="text of a model with a tokenizer: end at this token, e.g. <|endoftext|>",
-    )
-    parser.add_argument(
+    parser.add_text("--stop", "TOKEN", "text of a model with a tokenizer: end at this token, e.g. <|endoftext|>")
+    parser.add_text(
         "--draft",
-        type=str,
-        default="",
-        metavar="DRAFT",
-        help="text: guess several tokens and read them in one call, which changes no token: prompt-lookup guesses what "
+        "DRAFT",
+        "text: guess several tokens and read them in one call, which changes no token: prompt-lookup guesses what "
         "followed the last tokens earlier in the text, and a model of the same tokens its most likely ones",
     )
     parser.add_argument(
@@ -102,9 +82,7 @@ def parser() -> Parser:
     )
     parser.add_argument("--weights", choices=("int8", "int4"), help="round the weights of the model to 8 or 4 bits")
     parser.add_argument("--source", type=str, default=None, metavar="TEXT", help="pairs: the source of one target")
-    parser.add_argument(
-        "--sources", type=str, default="", metavar="FILE", help="pairs: a file with one source per line"
-    )
+    parser.add_text("--sources", "FILE", "pairs: a file with one source per line")
     parser.add_argument(
         "--beams",
         type=natural_int(BEAMS),

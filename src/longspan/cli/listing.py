@@ -16,7 +16,7 @@ def parser() -> Parser:
         "longspan list",
         "longspan list --json",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_flag("--json", "print JSON instead of a table")
     return parser
 
 

@@ -105,6 +105,14 @@ class Parser(jsonargparse.ArgumentParser):
             return action
         return super().add_argument(*names, **options if type is None else {**options, "type": type})
 
+    def add_text(self, option: str, metavar: str, help: str, *, default: str = "") -> None:
+        """Add an option with a text as its value."""
+        self.add_argument(option, type=str, default=default, metavar=metavar, help=help)
+
+    def add_flag(self, option: str, help: str) -> None:
+        """Add an option without a value, which is False if it is not given."""
+        self.add_argument(option, action="store_true", help=help)
+
     @functools.cached_property
     def numbers(self) -> dict[str, Number]:
         """The numeric options, by destination."""

@@ -36,15 +36,11 @@ def parser() -> Parser:
     )
     parser.add_argument("--dim", type=positive_int(1_000_000), default=256, help="width of the model, in channels")
     parser.add_argument("--heads", type=positive_int(1_000_000), default=8, help="attention heads")
-    parser.add_argument(
-        "--device", type=str, default="cpu", metavar="DEVICE", help="device of the backend report: cpu, cuda, ..."
-    )
-    parser.add_argument(
+    parser.add_text("--device", "DEVICE", "device of the backend report: cpu, cuda, ...", default="cpu")
+    parser.add_text(
         "--draw",
-        type=str,
-        default="",
-        metavar="FILE",
-        help="write a PNG file. Of a pattern: which keys each query sees, queries downwards, keys to the right, black "
+        "FILE",
+        "write a PNG file. Of a pattern: which keys each query sees, queries downwards, keys to the right, black "
         "is seen, grey is the future; heads that differ are drawn next to each other, and separate global tokens come "
         "first. Of a run: its learned spans and ponder times",
     )
@@ -54,7 +50,7 @@ def parser() -> Parser:
         default=None,
         help="tokens of the picture and of the key counts; by default enough to show the pattern",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.add_flag("--json", "print JSON instead of text")
     return parser
 
 

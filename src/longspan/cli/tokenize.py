@@ -21,10 +21,8 @@ def parser() -> Parser:
         "longspan tokenize --verify tokens/books",
     )
     parser.add_argument("files", type=str, nargs="*", metavar="FILE", help="files and folders, in this order")
-    parser.add_argument("--out", type=str, default="", metavar="DIR", help="the folder to write")
-    parser.add_argument(
-        "--tokenizer", type=str, default="", metavar="FILE", help="a tokenizer.json, or a folder that has one"
-    )
+    parser.add_text("--out", "DIR", "the folder to write")
+    parser.add_text("--tokenizer", "FILE", "a tokenizer.json, or a folder that has one")
     parser.add_argument(
         "--train_bpe",
         type=natural_int(2**24),
@@ -39,35 +37,20 @@ def parser() -> Parser:
         default=10**9,
         help="with --train-bpe: train on the first N characters of the inputs",
     )
-    parser.add_argument(
-        "--end",
-        type=str,
-        default="",
-        metavar="TOKEN",
-        help="token of the tokenizer to append to each document; by default none",
+    parser.add_text("--end", "TOKEN", "token of the tokenizer to append to each document; by default none")
+    parser.add_text("--field", "NAME", "field or column that has the text of a document", default="text")
+    parser.add_text(
+        "--separator", "TEXT", "text between the documents of a text file; by default each text file is one document"
     )
-    parser.add_argument(
-        "--field", type=str, default="text", metavar="NAME", help="field or column that has the text of a document"
-    )
-    parser.add_argument(
-        "--separator",
-        type=str,
-        default="",
-        metavar="TEXT",
-        help="text between the documents of a text file; by default each text file is one document",
-    )
-    parser.add_argument(
+    parser.add_flag(
         "--special",
-        action="store_true",
-        help="special tokens of the tokenizer that documents name, such as <|im_start|>, become these tokens; by "
+        "special tokens of the tokenizer that documents name, such as <|im_start|>, become these tokens; by "
         "default their names are text",
     )
     parser.add_argument(
         "--shard_tokens", type=positive_int(2**31), default=2**26, help="tokens per shard; a shard is kept in memory"
     )
-    parser.add_argument(
-        "--verify", type=str, default="", metavar="DIR", help="read a folder of tokens and compare it with its index"
-    )
+    parser.add_text("--verify", "DIR", "read a folder of tokens and compare it with its index")
     return parser
 
 

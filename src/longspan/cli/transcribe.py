@@ -34,10 +34,9 @@ def parser() -> Parser:
         metavar="N",
         help="beam size of a CTC prefix beam search; 0: greedy, the most likely label at each step",
     )
-    parser.add_argument(
+    parser.add_flag(
         "--stream",
-        action="store_true",
-        help="print words while the recording is read, 0.1 s at a time, in constant memory; requires a causal model, "
+        "print words while the recording is read, 0.1 s at a time, in constant memory; requires a causal model, "
         "and prints the same words as without",
     )
     return parser

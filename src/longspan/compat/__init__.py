@@ -28,26 +28,6 @@ _MERGED = {
 }
 
 
-def install(*, replace: bool = False) -> None:
-    """Make ``import fast_transformers`` find ``longspan.compat.fast_transformers``.
-
-    It applies to this process, until ``uninstall()``. A second call changes nothing. Call it before the first import of
-    fast_transformers: names that were imported earlier keep their values.
-
-    Args:
-        replace: replace the real fast_transformers if it is installed or imported. Its files do not change.
-
-    Raises:
-        ValueError: the real fast_transformers is installed or imported, and ``replace`` is False.
-    """
-    _names.install(replace)
-
-
-def uninstall() -> None:
-    """Undo ``install()``, so that imports find the real package, if any. Without ``install()`` nothing changes."""
-    _names.uninstall()
-
-
 def _modules() -> dict[str, ModuleType]:
     """Return our modules by the original's names."""
     package = importlib.import_module(_SOURCE)
@@ -70,4 +50,5 @@ def _modules() -> dict[str, ModuleType]:
     return found
 
 
-_names = StandIn(NAME, _modules)
+_stand_in = StandIn(NAME, _modules)
+install, uninstall = _stand_in.install, _stand_in.uninstall

@@ -134,26 +134,6 @@ def causal_conv1d_update(
     return y.mT
 
 
-def install(*, replace: bool = False) -> None:
-    """Make ``import causal_conv1d`` find these functions.
-
-    It applies to this process, until ``uninstall()``. A second call changes nothing. Call it before the first import of
-    causal_conv1d, and of transformers' models: names that were imported earlier keep their values.
-
-    Args:
-        replace: replace the real causal_conv1d if it is installed or imported. Its files do not change.
-
-    Raises:
-        ValueError: the real causal_conv1d is installed or imported, and ``replace`` is False.
-    """
-    _names.install(replace)
-
-
-def uninstall() -> None:
-    """Undo ``install()``, so that imports find the real package, if any. Without ``install()`` nothing changes."""
-    _names.uninstall()
-
-
 def _check_activation(activation: str | None) -> None:
     if activation is not None and activation not in OURS:
         raise NotImplementedError(f"activation must be None, 'silu' or 'swish', not {activation!r}")
@@ -169,4 +149,5 @@ def _modules() -> dict[str, ModuleType]:
     return shims(places, "causal_conv1d's names on longspan's operations.", "docs/how-to/from-mamba-ssm.md")
 
 
-_names = StandIn(NAME, _modules)
+_stand_in = StandIn(NAME, _modules)
+install, uninstall = _stand_in.install, _stand_in.uninstall

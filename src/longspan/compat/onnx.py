@@ -148,7 +148,6 @@ def _proto(graph: Graph, domain: str) -> Any:
     """Return the content of the file."""
     import onnx
 
-    options: dict[str, Any] = {"opset_version": OPSET} if domain == "ai.onnx" else {}
     given, token = graph.example(2, 7), operator.domain.set(domain)
     with _quiet():
         try:
@@ -160,7 +159,7 @@ def _proto(graph: Graph, domain: str) -> Any:
                 input_names=graph.inputs,
                 output_names=graph.outputs,
                 verbose=False,
-                **options,
+                opset_version=OPSET if domain == "ai.onnx" else None,
             )
         except Exception as error:
             # torch's message has many pages, and the cause comes first.

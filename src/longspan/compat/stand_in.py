@@ -69,8 +69,14 @@ class StandIn:
         self._installed: dict[str, ModuleType] = {}
         self._displaced: dict[str, ModuleType] = {}
 
-    def install(self, replace: bool) -> None:
-        """Put the modules there; a second call changes nothing.
+    def install(self, *, replace: bool = False) -> None:
+        """Make imports of the library find longspan's modules, in this process, until ``uninstall()``.
+
+        A second call changes nothing. Call it before the first import of the library, and of transformers' models:
+        names that were imported earlier keep their values.
+
+        Args:
+            replace: replace the real library if it is installed or imported. Its files do not change.
 
         Raises:
             ValueError: the real library is installed or imported, and ``replace`` is False.
@@ -91,7 +97,7 @@ class StandIn:
         sys.modules.update(found)
 
     def uninstall(self) -> None:
-        """Remove the modules, and put back those that they replaced."""
+        """Undo ``install()``, so that imports find the real library, if any. Without ``install()`` nothing changes."""
         for name, module in self._installed.items():
             if sys.modules.get(name) is module:
                 del sys.modules[name]

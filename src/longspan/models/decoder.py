@@ -3,7 +3,6 @@
 from typing import Any, NamedTuple, Never, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._utils.aliases import refuse
@@ -11,7 +10,7 @@ from ..ops.cross_entropy import linear_cross_entropy
 from ..states.journal import Journal
 from . import likelihood
 from .config import DecoderConfig
-from .embedding import Embedding, TiedHead, check_position, check_tokens, initialize, outputs_of, reset_parameters
+from .embedding import Embedding, Generator, TiedHead, check_position, check_tokens, initialize, outputs_of
 from .stacks import Stack, check_fits_in_memory
 
 LARGE = 2**27  # outputs that are 0.5 GiB in float32
@@ -24,7 +23,7 @@ class DecoderState(NamedTuple):
     layers: tuple  # one state per block
 
 
-class Decoder(nn.Module):
+class Decoder(Generator):
     """Predicts each token of a sequence from the ones before it; trains in parallel, generates as an RNN.
 
     ``outputs, state = decoder(tokens, state)`` maps tokens (B,N) to the parameters (B,N,likelihood.size) of the
@@ -48,6 +47,8 @@ class Decoder(nn.Module):
     tokenizer = ""
     """content of the tokenizer.json of its tokens, which checkpoints keep; "" for a model without a tokenizer"""
 
+    config: DecoderConfig
+
     def __init__(self, config: DecoderConfig):
         super().__init__()
         check_fits_in_memory(config, Decoder)
@@ -59,24 +60,6 @@ class Decoder(nn.Module):
         tokens = cast(nn.Embedding, self.embedding.tokens)
         self.head = TiedHead(tokens) if config.tied else nn.Linear(config.dim, self.likelihood.size)
         initialize(self, config.depth)
-
-    def reset_parameters(self) -> None:
-        """Draw all weights and buffers as a new model does, also after ``to_empty`` on the meta device."""
-        reset_parameters(self, self.config.depth)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return next(self.parameters()).device
-
-    @property
-    def start(self) -> int:
-        """The start token, which precedes the first token."""
-        return self.config.vocab
-
-    def shift(self, tokens: Tensor) -> Tensor:
-        """Return the inputs for the targets ``tokens`` (B,N): prepend the start token, drop the last token."""
-        return F.pad(tokens, (1, 0), value=self.start)[:, : tokens.shape[1]]
 
     def init_state(self, batch: int, capacity: int | None = None) -> DecoderState:
         """Return the state before the start token; ``capacity`` is that of ``Attention.init_state``."""

@@ -140,6 +140,34 @@ def check_position(position: Tensor, tokens: Tensor) -> None:
     check_counts("position", position)
 
 
+class Model(nn.Module):
+    """A model whose weights can be drawn again."""
+
+    config: Any
+
+    def reset_parameters(self) -> None:
+        """Draw all weights and buffers as a new model does, also after ``to_empty`` on the meta device."""
+        reset_parameters(self, self.config.depth)
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the weights."""
+        return next(self.parameters()).device
+
+
+class Generator(Model):
+    """A model that predicts tokens from the ones before them."""
+
+    @property
+    def start(self) -> int:
+        """The start token, which precedes the first token, in an encoder-decoder that of the target."""
+        return self.config.vocab
+
+    def shift(self, tokens: Tensor) -> Tensor:
+        """Return the inputs for the targets ``tokens`` (B,N): prepend the start token, drop the last token."""
+        return F.pad(tokens, (1, 0), value=self.start)[:, : tokens.shape[1]]
+
+
 def reset_parameters(model: nn.Module, depth: int) -> None:
     """Draw all weights and buffers of a model as a new one does, also of one on the meta device after ``to_empty``."""
     modules: list[Any] = [

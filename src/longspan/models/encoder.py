@@ -11,7 +11,7 @@ from ..attention.validation import check_x
 from ..modules.positions import Learned
 from ..ops.tensors import upcast_half
 from .config import EncoderConfig
-from .embedding import Embedding, _check_own, check_tokens, initialize, outputs_of, reset_parameters
+from .embedding import Embedding, Model, _check_own, check_tokens, initialize, outputs_of
 from .stacks import Stack, check_fits_in_memory
 
 
@@ -22,7 +22,7 @@ class Classes(NamedTuple):
     probabilities: Tensor  # (B, labels), float32 at least
 
 
-class Encoder(nn.Module):
+class Encoder(Model):
     """Maps tokens (B,N) or vectors (B,N,dim) to features (B,N,dim), or to the outputs of a linear head.
 
     With ``pool="mean"`` or ``"first"`` there is one result per sequence, (B,dim) or (B,outputs): the mean over the real
@@ -42,6 +42,8 @@ class Encoder(nn.Module):
         torch.Size([2, 3])
     """
 
+    config: EncoderConfig
+
     def __init__(self, config: EncoderConfig):
         super().__init__()
         check_fits_in_memory(config, Encoder)
@@ -50,10 +52,6 @@ class Encoder(nn.Module):
         self.stack = Stack(config, causal=False, positions=config.positions)
         self.head = nn.Linear(config.dim, config.outputs) if config.outputs else nn.Identity()
         initialize(self, config.depth)
-
-    def reset_parameters(self) -> None:
-        """Draw all weights and buffers as a new model does, also after ``to_empty`` on the meta device."""
-        reset_parameters(self, self.config.depth)
 
     def forward(
         self,

@@ -10,11 +10,11 @@ from .._utils.aliases import refuse
 from . import likelihood
 from .config import EncoderConfig, Seq2SeqConfig
 from .decoder import DecoderState
-from .embedding import Embedding, check_position, check_tokens, initialize, outputs_of, reset_parameters
+from .embedding import Embedding, Generator, check_position, check_tokens, initialize, outputs_of
 from .stacks import Stack, check_fits_in_memory
 
 
-class Seq2Seq(nn.Module):
+class Seq2Seq(Generator):
     """Predicts the target of a source; trains in parallel, generates as an RNN.
 
     ``outputs = model(source, tokens)`` maps source (B,M) and tokens (B,N) to the parameters (B,N,likelihood.size) of
@@ -41,6 +41,8 @@ class Seq2Seq(nn.Module):
         Vaswani et al. 2017 (1706.03762), section 3.
     """
 
+    config: Seq2SeqConfig
+
     def __init__(self, config: Seq2SeqConfig):
         super().__init__()
         check_fits_in_memory(config, Seq2Seq)
@@ -55,24 +57,6 @@ class Seq2Seq(nn.Module):
         if not config.tied:
             self.head = nn.Linear(config.dim, self.likelihood.size)
         initialize(self, config.depth)
-
-    def reset_parameters(self) -> None:
-        """Draw all weights and buffers as a new model does, also after ``to_empty`` on the meta device."""
-        reset_parameters(self, self.config.depth)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the weights."""
-        return next(self.parameters()).device
-
-    @property
-    def start(self) -> int:
-        """The start token, which precedes the first token of the target."""
-        return self.config.vocab
-
-    def shift(self, tokens: Tensor) -> Tensor:
-        """Return the inputs for the targets ``tokens`` (B,N): prepend the start token, drop the last token."""
-        return F.pad(tokens, (1, 0), value=self.start)[:, : tokens.shape[1]]
 
     def encode(self, source: Tensor, *, mask: Tensor | None = None, record: dict | None = None) -> Tensor:
         """Encode a source.

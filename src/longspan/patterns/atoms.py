@@ -217,8 +217,25 @@ class globals(Pattern):
         return Certain.counted(rows, grid.last - grid.first + 1).either(Certain.counted(columns, end - begin + 1))
 
 
+class Blocked(Pattern):
+    """Base of the patterns whose queries see the same keys throughout a block of ``unit`` tokens."""
+
+    @property
+    def unit(self) -> int:
+        """The number of tokens of a block."""
+        raise NotImplementedError
+
+    @property
+    def period(self) -> int:
+        return self.unit
+
+    @property
+    def grains(self) -> frozenset[int]:
+        return frozenset((self.unit,))
+
+
 @dataclass(frozen=True)
-class block(Pattern):
+class block(Blocked):
     """Each query sees the keys of the same block of ``size``: i // size == j // size."""
 
     size: int
@@ -229,14 +246,6 @@ class block(Pattern):
     @property
     def unit(self) -> int:
         return self.size
-
-    @property
-    def period(self) -> int:
-        return self.size
-
-    @property
-    def grains(self) -> frozenset[int]:
-        return frozenset((self.size,))
 
     @property
     def reach(self) -> tuple[int | None, int | None]:
@@ -250,7 +259,7 @@ class block(Pattern):
 
 
 @dataclass(frozen=True)
-class blockwise(Pattern):
+class blockwise(Blocked):
     """Each query sees its own block of ``size`` and ``side`` blocks before and after it.
 
     Zaheer et al. 2020 (2007.14062), appendix D; their window of w blocks is ``side = (w - 1) / 2``.
@@ -268,14 +277,6 @@ class blockwise(Pattern):
         return self.size
 
     @property
-    def period(self) -> int:
-        return self.size
-
-    @property
-    def grains(self) -> frozenset[int]:
-        return frozenset((self.size,))
-
-    @property
     def reach(self) -> tuple[int | None, int | None]:
         far = (self.side + 1) * self.size - 1
         return far, far
@@ -289,7 +290,7 @@ class blockwise(Pattern):
 
 
 @dataclass(frozen=True)
-class local1d(Pattern):
+class local1d(Blocked):
     """Each query sees its own block and the ``memory`` keys before it, [p block - memory, (p + 1) block).
 
     Parmar et al. 2018 (1802.05751), section 3.2.1, "1D local attention"; the paper also hides later keys, as
@@ -306,14 +307,6 @@ class local1d(Pattern):
     @property
     def unit(self) -> int:
         return self.block
-
-    @property
-    def period(self) -> int:
-        return self.block
-
-    @property
-    def grains(self) -> frozenset[int]:
-        return frozenset((self.block,))
 
     @property
     def reach(self) -> tuple[int | None, int | None]:

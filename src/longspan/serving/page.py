@@ -27,17 +27,18 @@ def about(pool: Pool, codec: Any, grid: tuple[int, ...], max_tokens: int) -> dic
         ``kind`` (text, image or tokens), ``vocab``, ``max_tokens``, ``slots`` and ``state_bytes_per_stream``; for
         images also ``width``, ``height`` and ``channels``. Token 0 of an image is black, token vocab-1 is white.
     """
-    found: dict[str, Any] = {
-        "kind": "text" if codec else "image" if grid else "tokens",
+    kind, size = "text" if codec else "image" if grid else "tokens", {}
+    if kind == "image":
+        height, width, *channels = grid
+        size = {"width": width, "height": height, "channels": channels[0] if channels else 1}
+    return {
+        "kind": kind,
         "vocab": pool.vocab,
         "max_tokens": max_tokens,
         "slots": pool.slots,
         "state_bytes_per_stream": states.nbytes(pool.state) // pool.slots,
+        **size,
     }
-    if found["kind"] == "image":
-        height, width, *channels = grid
-        found |= {"width": width, "height": height, "channels": channels[0] if channels else 1}
-    return found
 
 
 async def playground(request: Request) -> Response:

@@ -22,9 +22,9 @@ MOST_SCORES = 1 << 18  # log-probabilities of prompts in one response
 
 ADAPTER = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,63}")  # names of adapters
 
-_PLACES: dict[str, Any] = {"type": ["integer", "null"], "default": None, "minimum": 0, "maximum": 2**53}
-_ADAPTER: dict[str, Any] = {"type": ["string", "null"], "pattern": f"^{ADAPTER.pattern}$"}
-_ID: dict[str, Any] = {"type": ["string", "null"], "pattern": f"^{ID.pattern}$"}
+_PLACES = {"type": ["integer", "null"], "default": None, "minimum": 0, "maximum": 2**53}
+_ADAPTER = {"type": ["string", "null"], "pattern": f"^{ADAPTER.pattern}$"}
+_ID = {"type": ["string", "null"], "pattern": f"^{ID.pattern}$"}
 # Each field of a body as JSON Schema. ``completion`` checks these bounds, and ``openapi`` describes them.
 FIELDS: dict[str, dict[str, Any]] = {
     "model": {"type": "string", "description": "The served model's name."},

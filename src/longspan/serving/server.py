@@ -183,8 +183,8 @@ class Server:
 
     async def models(self, request: Request) -> Response:
         """GET /v1/models; the key ``longspan`` describes the model to the playground."""
-        one: dict[str, Any] = {"id": self.name, "object": "model", "created": self.created, "owned_by": "longspan"}
-        one["longspan"] = page.about(self.pool, self.codec, self.grid, self.limits.tokens)
+        about = page.about(self.pool, self.codec, self.grid, self.limits.tokens)
+        one = {"id": self.name, "object": "model", "created": self.created, "owned_by": "longspan", "longspan": about}
         return JSONResponse({"object": "list", "data": [one]})
 
     async def health(self, request: Request) -> Response:

@@ -287,21 +287,18 @@ class SessionRoutes:
                 with contextlib.suppress(RuntimeError):  # the loop has ended
                     loop.call_soon_threadsafe(ended.set)
 
-        # The one token that is drawn is not used: a kept state has not read it.
-        options: dict[str, Any] = {
-            "max_new_tokens": 1,
-            "sampling": Sampling(temperature=0.0),
-            "keep_state": True,
-            "stop": self.codec.ends if self.codec else (),
-        }
         try:
+            # The one token that is drawn is not used: a kept state has not read it.
             (stream,) = pool.submit(
                 session.unread[:-1],
                 state=session.state,
                 history=session.history,
                 adapter=adapter,
                 listener=listener,
-                **options,
+                max_new_tokens=1,
+                sampling=Sampling(temperature=0.0),
+                keep_state=True,
+                stop=self.codec.ends if self.codec else (),
             )
         except Full as error:
             raise RequestError(str(error), status=429, code="overloaded") from error

@@ -77,10 +77,10 @@ def weigher() -> Process:
 @torch.no_grad()
 def stepping(module: Attention, length: int) -> tuple[int, Sampler]:
     """Read ``length`` tokens -> bytes of the state then, and what times one token more."""
-    given: dict[str, Any] = {"donate": True} if "donate" in module.supported_args else {}
+    donate = "donate" in module.supported_args
     x, state = torch.randn(1, length, module.dim), module.init_state(1, length + SPARE)
     for part in x.split(CHUNK, 1):
-        _, state = module(part, state, **given)
+        _, state = module(part, state, donate=donate)
     # Capacity for more tokens is not part of the state after these.
     spare = nbytes(module.init_state(1, length + SPARE)) - nbytes(module.init_state(1, length))
     token, size = torch.randn(1, 1, module.dim), nbytes(state) - spare
@@ -91,7 +91,7 @@ def stepping(module: Attention, length: int) -> tuple[int, Sampler]:
         now = clone(state)
         begin = time.perf_counter()
         for _ in range(repeat):
-            _, now = module(token, now, **given)
+            _, now = module(token, now, donate=donate)
         return (time.perf_counter() - begin) / repeat
 
     sample(1)  # a mechanism that cannot continue at this length fails here

@@ -142,10 +142,15 @@ def _product(
 
 
 def _engines(options: Options) -> dict[str, tuple[longspan.Decoder, Engine]]:
-    sizes: dict[str, Any] = {"dim": options.inputs, "feedforward": options.outputs, "depth": options.depth}
-    heads = max(options.inputs // 64, 1)
     config = longspan.DecoderConfig(
-        attention="gated_deltanet", heads=heads, positions="none", activation="swiglu", vocab=VOCABULARY, **sizes
+        dim=options.inputs,
+        feedforward=options.outputs,
+        depth=options.depth,
+        attention="gated_deltanet",
+        heads=max(options.inputs // 64, 1),
+        positions="none",
+        activation="swiglu",
+        vocab=VOCABULARY,
     )
     with torch.random.fork_rng([]):
         torch.manual_seed(0)

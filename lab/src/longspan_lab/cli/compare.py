@@ -18,8 +18,8 @@ def parser() -> Parser:
         "longspan compare runs/* --json",
     )
     parser.add_argument("folders", type=str, nargs="+", metavar="RUN", help="a run directory")
-    parser.add_argument("--out", type=str, default="", metavar="FILE", help="plot the curves into this PNG file")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_text("--out", "FILE", "plot the curves into this PNG file")
+    parser.add_flag("--json", "print JSON instead of a table")
     return parser
 
 

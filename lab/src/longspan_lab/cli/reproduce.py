@@ -80,21 +80,17 @@ def series() -> Parser:
         f"longspan reproduce {ALL} --data FOLDER --skip images,scaling",
         f"longspan reproduce {ALL} --quick",
     )
-    parser.add_argument(
-        "--scale", type=str, default="laptop", metavar="SCALE", help=f"size of the experiments: {', '.join(scales)}"
-    )
-    parser.add_argument("--quick", action="store_true", help="use tiny sizes, as a smoke test of about a minute")
-    parser.add_argument("--out", type=str, default="reproduce", metavar="DIR", help="output directory")
-    parser.add_argument(
+    parser.add_text("--scale", "SCALE", f"size of the experiments: {', '.join(scales)}", default="laptop")
+    parser.add_flag("--quick", "use tiny sizes, as a smoke test of about a minute")
+    parser.add_text("--out", "DIR", "output directory", default="reproduce")
+    parser.add_text(
         "--data",
-        type=str,
-        default="",
-        metavar="FOLDER",
-        help="directory of local data sets, used instead of downloads, with any of the subdirectories "
+        "FOLDER",
+        "directory of local data sets, used instead of downloads, with any of the subdirectories "
         f"{', '.join(_kinds())}",
     )
-    parser.add_argument("--only", type=str, default="", metavar="NAMES", help="run only these, separated by commas")
-    parser.add_argument("--skip", type=str, default="", metavar="NAMES", help="skip these, separated by commas")
+    parser.add_text("--only", "NAMES", "run only these, separated by commas")
+    parser.add_text("--skip", "NAMES", "skip these, separated by commas")
     return parser
 
 
@@ -133,15 +129,14 @@ def subparser(name: str, scale: str = "laptop") -> Parser:
             default=",".join(map(str, default)) if several else default,
             help=f"{one.metadata['help']}{', separated by commas' if several else ''}",
         )
-    parser.add_argument(
+    parser.add_text(
         "--scale",
-        type=str,
+        "SCALE",
+        f"scale that determines the defaults above: {', '.join(experiment.scales)}",
         default="laptop",
-        metavar="SCALE",
-        help=f"scale that determines the defaults above: {', '.join(experiment.scales)}",
     )
-    parser.add_argument("--quick", action="store_true", help="use tiny sizes, as a smoke test of seconds")
-    parser.add_argument("--out", type=str, default="reproduce", metavar="DIR", help="output directory")
+    parser.add_flag("--quick", "use tiny sizes, as a smoke test of seconds")
+    parser.add_text("--out", "DIR", "output directory", default="reproduce")
     return parser
 
 

@@ -36,26 +36,6 @@ FUNCTIONS = {
 FILES = ("fused_chunk", "fused_recurrent", "chunk")
 
 
-def install(*, replace: bool = False) -> None:
-    """Make ``import fla``, and the modules of ``FUNCTIONS`` below ``fla.ops``, find longspan's operations.
-
-    It applies to this process, until ``uninstall()``. A second call changes nothing. Call it before the first import of
-    fla: names that were imported earlier keep their values.
-
-    Args:
-        replace: replace the real flash-linear-attention if it is installed or imported. Its files do not change.
-
-    Raises:
-        ValueError: the real flash-linear-attention is installed or imported, and ``replace`` is False.
-    """
-    _names.install(replace)
-
-
-def uninstall() -> None:
-    """Undo ``install()``, so that imports find the real package, if any. Without ``install()`` nothing changes."""
-    _names.uninstall()
-
-
 def _modules() -> dict[str, ModuleType]:
     """Return our modules by the original's names."""
     places: defaultdict[str, dict[str, Any]] = defaultdict(dict)
@@ -67,4 +47,5 @@ def _modules() -> dict[str, ModuleType]:
     return shims(places, "flash-linear-attention's names on longspan's operations.", "docs/how-to/from-fla.md")
 
 
-_names = StandIn(NAME, _modules)
+_stand_in = StandIn(NAME, _modules)
+install, uninstall = _stand_in.install, _stand_in.uninstall

@@ -86,18 +86,8 @@ def fused_recurrent_gated_delta_rule(
         beta: step sizes (B,T,HV); None means 1.
     """
     refuse("fused_recurrent_gated_delta_rule", options | {"gv": gv})
-    return _recur(
-        q,
-        k,
-        v,
-        _both(g, gk),
-        _ones(v) if beta is None else beta,
-        scale,
-        initial_state,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        cu_seqlens,
-    )
+    g, beta = _both(g, gk), _ones(v) if beta is None else beta
+    return _recur(q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
 
 
 chunk_gdn, fused_recurrent_gdn = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
@@ -143,17 +133,8 @@ def fused_recurrent_delta_rule(
     Other arguments, results and errors are those of ``chunk_gated_delta_rule``.
     """
     refuse("fused_recurrent_delta_rule", options)
-    return chunk_delta_rule(
-        q,
-        k,
-        v,
-        _ones(v) if beta is None else beta,
-        scale,
-        initial_state,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        cu_seqlens,
-    )
+    beta = _ones(v) if beta is None else beta
+    return _recur(q, k, v, None, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens)
 
 
 def chunk_kda(

@@ -37,30 +37,11 @@ PLACES: dict[str, dict[str, Any]] = {
 }
 
 
-def install(*, replace: bool = False) -> None:
-    """Make ``import mamba_ssm``, and the modules of ``PLACES`` below it, find longspan's operations.
-
-    It applies to this process, until ``uninstall()``. A second call changes nothing. Call it before the first import of
-    mamba_ssm, and of transformers' models: names that were imported earlier keep their values.
-
-    Args:
-        replace: replace the real mamba_ssm if it is installed or imported. Its files do not change.
-
-    Raises:
-        ValueError: the real mamba_ssm is installed or imported, and ``replace`` is False.
-    """
-    _names.install(replace)
-
-
-def uninstall() -> None:
-    """Undo ``install()``, so that imports find the real package, if any. Without ``install()`` nothing changes."""
-    _names.uninstall()
-
-
 def _modules() -> dict[str, ModuleType]:
     """Return our modules by the original's names."""
     places = {NAME + place: names for place, names in PLACES.items()}
     return shims(places, "mamba_ssm's names on longspan's operations.", "docs/how-to/from-mamba-ssm.md")
 
 
-_names = StandIn(NAME, _modules)
+_stand_in = StandIn(NAME, _modules)
+install, uninstall = _stand_in.install, _stand_in.uninstall

@@ -22,20 +22,10 @@ def convolve(
     activation: str | None = None,
     **kwargs,
 ) -> Tensor:
-    """Replace ``causal_conv1d_fn``: each token sees the K - 1 before it, in its own sequence only.
+    """Replace ``causal_conv1d_fn`` of transformers: each token sees the K - 1 before it, in its own sequence only.
 
-    Args:
-        hidden_states: (B,C,N), here C channels.
-        weight: (C,K), here K taps.
-        bias: (C,), or None.
-        activation: name of an activation of transformers, or None.
-        kwargs: boundaries of packed rows; see ``borders``.
-
-    Returns:
-        (B,C,N).
-
-    References:
-        transformers, ``causal_conv1d_fn``.
+    hidden_states (B,C,N) of C channels, weight (C,K), bias (C,) -> (B,C,N). ``activation`` is a name that transformers
+    has. ``kwargs`` may have the boundaries of packed rows; see ``borders``.
     """
     batch, _, n = hidden_states.shape
     act = OURS.get(activation or "")
@@ -51,20 +41,10 @@ def update(
     bias: Tensor | None = None,
     activation: str | None = None,
 ) -> Tensor:
-    """Replace ``causal_conv1d_update``: continue the convolution, usually by one token.
+    """Replace ``causal_conv1d_update`` of transformers: continue the convolution, usually by one token.
 
-    Args:
-        hidden_states: (B,C,N), here C channels.
-        conv_state: the last R >= K - 1 tokens (B,C,R), updated in place.
-        weight: (C,K), here K taps.
-        bias: (C,), or None.
-        activation: name of an activation of transformers, or None.
-
-    Returns:
-        (B,C,N).
-
-    References:
-        transformers, ``causal_conv1d_update``.
+    ``conv_state`` (B,C,R), the last R >= K - 1 tokens, is updated in place. The other arguments are those of
+    ``convolve``.
     """
     donate, act = may_be_overwritten(conv_state), OURS.get(activation or "")
     known = conv_state.dtype in (hidden_states.dtype, torch.float32)

@@ -24,20 +24,10 @@ def gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """Replace ``torch_chunk_gated_delta_rule`` and the recurrent and Kimi functions.
 
-    Args:
-        query: (B,N,G,D), here G heads of queries and keys.
-        key: (B,N,G,D).
-        value: (B,N,H,E).
-        g: logarithms of the decays, (B,N,H) or (B,N,H,D).
-        beta: step sizes (B,N,H).
-        chunk_size: ignored; it does not affect the result.
-        initial_state: (B,H,D,E); None means zeros. A call of one token without gradients may overwrite it.
-        output_final_state: return the last state.
-        use_qk_l2norm_in_kernel: normalize queries and keys to length 1.
-        kwargs: boundaries of packed rows; see ``borders``.
-
-    Returns:
-        Outputs (B,N,H,E) in the query's dtype, and the last state in float32, or None.
+    query and key (B,N,G,D), value (B,N,H,E), g (B,N,H) or (B,N,H,D), the logarithms of the decays, beta (B,N,H),
+    initial_state (B,H,D,E) -> (B,N,H,E) in the query's dtype, and the last state in float32, or None. A call of one
+    token without gradients may overwrite ``initial_state``. ``chunk_size`` has no effect on the result. ``kwargs`` may
+    have the boundaries of packed rows; see ``borders``.
 
     References:
         transformers, ``torch_chunk_gated_delta_rule`` and ``chunk_kimi_delta_attention``.

@@ -22,18 +22,10 @@ def forward(
     cache=None,
     **kwargs,
 ) -> tuple[Tensor, Tensor]:
-    """Replace ``MiniMaxLightningAttention.forward``.
+    """Replace ``MiniMaxLightningAttention.forward``: (B,N,dim) -> (B,N,dim) and the state (B,H,D,D).
 
-    Args:
-        hidden_states: (B,N,dim).
-        position_embeddings: ignored.
-        attention_mask: (B,N), 0 on padding, or None.
-        past_key_values: the cache, before transformers 5.24.
-        cache: the cache, from transformers 5.24 on.
-        kwargs: boundaries of packed rows; see ``borders``.
-
-    Returns:
-        Outputs (B,N,dim) and the state (B,H,D,D).
+    ``attention_mask`` (B,N) is 0 on padding. The cache is ``past_key_values`` before transformers 5.24, and ``cache``
+    from then on. ``kwargs`` may have the boundaries of packed rows; see ``borders``.
 
     References:
         Qin et al. 2024 (2405.17381), eq. 3.

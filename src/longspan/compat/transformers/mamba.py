@@ -43,28 +43,13 @@ def scan(
     use_associative_scan: bool = False,
     **kwargs,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Replace ``mamba_selective_scan``, in float32 or wider. In shapes, C is the channels, S the states of a channel.
+    """Replace ``mamba_selective_scan``, in float32 or wider: C channels, S states of a channel.
+
+    hidden_states, dt and z (B,C,N), A (C,S), B and C (B,S,N), D and delta_bias (C,) -> (B,C,N), and with
+    ``return_last_state`` the state (B,C,S). ``kwargs`` may have the boundaries of packed rows; see ``borders``.
 
     Inside a layer that ``with_state`` wraps, it continues the layer's cached state and observes packed rows. The
     original starts from zeros, and reads a packed row as one sequence.
-
-    Args:
-        hidden_states: (B,C,N).
-        dt: step sizes (B,C,N).
-        A: (C,S).
-        B: (B,S,N).
-        C: (B,S,N).
-        D: (C,), or None.
-        z: a gate (B,C,N), or None.
-        delta_bias: (C,), added to the step sizes, or None.
-        delta_softplus: apply softplus to the step sizes.
-        return_last_state: return the last state too.
-        use_mambapy: ignored; it does not affect the result.
-        use_associative_scan: ignored; it does not affect the result.
-        kwargs: boundaries of packed rows; see ``borders``.
-
-    Returns:
-        Outputs (B,C,N), with ``return_last_state`` a pair with the last state (B,C,S).
 
     References:
         transformers, ``mamba_selective_scan``; Gu and Dao 2023 (2312.00752), eq. 2.
@@ -102,21 +87,8 @@ def step(
 ) -> Tensor:
     """Replace ``mamba_selective_state_update``: one decode step. Letters as in ``scan``.
 
-    Args:
-        state: (B,C,S), overwritten.
-        hidden_states: (B,C).
-        dt: step sizes (B,C).
-        A: (C,S).
-        B: (B,S).
-        C: (B,S).
-        D: (C,), or None.
-        dt_bias: (C,), or None.
-        dt_softplus: apply softplus to the step sizes.
-        z: a gate (B,C), or None.
-        kwargs: ignored.
-
-    Returns:
-        Outputs (B,C) in the dtype of ``hidden_states``.
+    state (B,C,S), which is overwritten, hidden_states, dt and z (B,C), A (C,S), B and C (B,S), D and dt_bias (C,) ->
+    (B,C) in the dtype of ``hidden_states``. ``kwargs`` are ignored.
 
     References:
         transformers, ``mamba_selective_state_update``.

@@ -27,23 +27,9 @@ def scan(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Replace ``mamba2_chunk_scan``, in float32 or wider. In shapes, P is the head dim, S the state dim, G groups.
 
-    Args:
-        hidden_states: (B,N,H,P).
-        dt: step sizes (B,N,H).
-        A: (H,).
-        B: (B,N,G,S).
-        C: (B,N,G,S).
-        chunk_size: ignored; it does not affect the result.
-        D: (H,) or (H,P), or None.
-        dt_bias: (H,), or None.
-        initial_states: (B,H,P,S); None means zeros.
-        dt_softplus: apply softplus to the step sizes.
-        dt_limit: smallest and largest step size.
-        return_final_states: return the last states too.
-        kwargs: boundaries of packed rows; see ``borders``.
-
-    Returns:
-        Outputs (B,N,H,P), with ``return_final_states`` a pair with the last states (B,H,P,S).
+    hidden_states (B,N,H,P), dt (B,N,H), A and dt_bias (H,), B and C (B,N,G,S), D (H,) or (H,P), initial_states
+    (B,H,P,S) -> (B,N,H,P), and with ``return_final_states`` the states (B,H,P,S). ``chunk_size`` has no effect on the
+    result. ``kwargs`` may have the boundaries of packed rows; see ``borders``.
 
     References:
         transformers, ``mamba2_chunk_scan``; Dao and Gu 2024 (2405.21060), eq. 16.
@@ -85,21 +71,8 @@ def step(
 
     ``dt``, ``A`` and ``dt_bias`` are constant inside a head, as in Mamba-2; ``per_head`` checks it.
 
-    Args:
-        state: (B,H,P,S), overwritten.
-        hidden_states: (B,H,P).
-        dt: step sizes (B,H,P).
-        A: (H,P,S).
-        B: (B,G,S).
-        C: (B,G,S).
-        D: (H,P), or None.
-        dt_bias: (H,P), or None.
-        dt_softplus: apply softplus to the step sizes.
-        z: a gate (B,H,P), or None.
-        kwargs: ignored.
-
-    Returns:
-        Outputs (B,H,P) in the dtype of ``hidden_states``.
+    state (B,H,P,S), which is overwritten, hidden_states, dt and z (B,H,P), A (H,P,S), B and C (B,G,S), D and dt_bias
+    (H,P) -> (B,H,P) in the dtype of ``hidden_states``. ``kwargs`` are ignored.
 
     References:
         transformers, ``mamba2_selective_state_update``.

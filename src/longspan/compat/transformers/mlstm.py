@@ -27,20 +27,10 @@ def forward(
 ):
     """Replace ``xLSTMBackend.forward``, in float32 or wider; packed rows stay separate, and padding is skipped.
 
-    Args:
-        query: (B,H,N,D).
-        key: (B,H,N,D).
-        value: (B,H,N,E).
-        igate: logarithms of the input gates (B,H,N).
-        fgate: forget gates before the sigmoid (B,H,N).
-        c_initial: memory (B,H,D,E); None means zeros.
-        n_initial: sum of the keys (B,H,D); None means zeros.
-        m_initial: the exponent that scales both (B,H,1); None means 0.
-        return_last_states: in training mode, return the last states too; None means the configuration's value.
-        mode: None means the configuration's. Modes with "train" in the name may return outputs alone.
-
-    Returns:
-        Outputs (B,H,N,E) in the query's dtype, and usually the last three states in float32 or wider.
+    query and key (B,H,N,D), value (B,H,N,E), igate (B,H,N), the logarithms of the input gates, fgate (B,H,N), the
+    forget gates before the sigmoid, and the first states: memory (B,H,D,E), sum of the keys (B,H,D), and the exponent
+    that scales both (B,H,1) -> (B,H,N,E) in the query's dtype, and the last states in float32 or wider. Modes with
+    "train" in the name return them only with ``return_last_states``. The configuration has the default of both.
 
     References:
         Beck et al. 2024 (2405.04517), eq. 19 to 27.

@@ -68,13 +68,8 @@ def block(
 def recurrence(self, activations: Tensor, position_ids: Tensor, segments: Tensor | None = None) -> Tensor:
     """Replace ``RecurrentGemmaRglru.forward``, which continues and overwrites ``self.recurrent_states`` (B,C).
 
-    Args:
-        activations: (B,N,C), here C channels.
-        position_ids: (B,N) or (1,N); 0 clears the state.
-        segments: (B,N), the number of each token's sequence in packed rows, or None.
-
-    Returns:
-        States (B,N,C).
+    activations (B,N,C) of C channels, position_ids (B,N) or (1,N), where 0 clears the state, segments (B,N), the
+    number of each token's sequence in packed rows -> states (B,N,C).
 
     References:
         De et al. 2024 (2402.19427), eq. 1 to 4.

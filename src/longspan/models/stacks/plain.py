@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ...ops.shards import active_shards
 from .block import Block
@@ -65,13 +65,14 @@ class Plain(nn.Module):
         recompute = call.checkpointing and state is None and torch.is_grad_enabled()
         # A recomputation exchanges again, outside of the model's call.
         shards = active_shards()
-        contexts: dict[str, Any] = {} if shards is None else {"context_fn": shards.contexts}
+        contexts = noop_context_fn if shards is None else shards.contexts
         states = []
         for i, block in enumerate(blocks):
             record, kind = call.record_for(block), block.attention.name
             if recompute:
                 given = {**call.arguments, "carry": call.carries.get(kind)}
-                x, carry, record = checkpoint(_recomputed, block, x, given, record, use_reentrant=False, **contexts)  # pyright: ignore[reportGeneralTypeIssues] (torch types it as Any | None)
+                run: Any = checkpoint(_recomputed, block, x, given, record, use_reentrant=False, context_fn=contexts)
+                x, carry, record = run
             else:
                 before = None if state is None else state[i]
                 x, after, carry = block(x, before, carry=call.carries.get(kind), record=record, **call.arguments)

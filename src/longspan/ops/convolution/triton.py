@@ -36,16 +36,14 @@ def _forward(r: Convolution, keeps: bool) -> tuple[Tensor, Tensor]:
     kernels = _kernels()
     y, end = _result(x), contiguous_like(state)
     weight, bias, state, segments, offsets = contiguous(weight.mT, bias, state, segments, offsets)
-    sizes, marks = _sizes(x, state), (_or(segments, x), _or(offsets, x))
-    options = {"KIND": _kind(segments, offsets)}
-    taps = {"K": len(weight), "BIAS": bias is not None, "SILU": silu, "STEPS": _steps(offsets)}
+    sizes, marks = _sizes(x, state), (segments, offsets)
+    taps = {"K": len(weight), "SILU": silu, "STEPS": _steps(offsets)}
     with torch.cuda.device_of(x):
         tile, grid = _tile(x, backward=False, taps=len(weight))
-        operands = x, y, weight, _or(bias, x), state, *marks
-        kernels.forward[grid](*operands, *sizes, *x.stride(), *y.stride(), **options, **taps, **tile)
+        kernels.forward[grid](x, y, weight, bias, state, *marks, sizes, x.stride(), y.stride(), **taps, **tile)
         if end.numel():
             tile, grid = _state_tile(state)
-            kernels.ends[grid](x, state, end, *marks, *sizes, *x.stride(), **options, **tile)
+            kernels.ends[grid](x, state, end, *marks, sizes, x.stride(), **tile)
     return y.to(x.dtype), end
 
 
@@ -58,19 +56,15 @@ def _backward(
     dtype, count = weight.dtype, weight.shape[1]
     dx, first = _result(x), _result(state, memory_format=torch.contiguous_format)
     weight, bias, state, segments, offsets = contiguous(weight.mT, bias, state, segments, offsets)
-    sizes, marks = _sizes(x, state), (_or(segments, x), _or(offsets, x))
-    options = {"KIND": _kind(segments, offsets), "K": count, "BIAS": bias is not None, "SILU": silu}
+    sizes, taps = _sizes(x, state), {"K": count, "SILU": silu}
     with torch.cuda.device_of(x):
         tile, grid = _tile(x, backward=True, taps=count)
         sums = x.new_empty(grid[0], count + 1, x.shape[2], dtype=torch.float32)
-        operands = grad_end, weight, _or(bias, x), state, *marks
-        strides = *x.stride(), *grad.stride()
-        kernels.backward[grid](
-            x, grad, dx, sums, *operands, *sizes, *strides, *dx.stride(), **options, STEPS=_steps(offsets), **tile
-        )
+        operands = grad_end, weight, bias, state, segments, offsets, sizes, x.stride(), grad.stride()
+        kernels.backward[grid](x, grad, dx, sums, *operands, dx.stride(), **taps, STEPS=_steps(offsets), **tile)
         if first.numel():
             tile, grid = _state_tile(state)
-            kernels.starts[grid](x, grad, first, *operands, *sizes, *strides, **options, **tile)
+            kernels.starts[grid](x, grad, first, *operands, **taps, **tile)
     total = sums.sum(0)
     dbias = None if bias is None else total[count].to(bias.dtype, copy=True)
     dweight = total[:count].mT.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -127,10 +121,9 @@ def step(r: Convolution, donate: bool) -> tuple[Tensor, Tensor] | None:
     x_b, _, x_c = x.stride()
     with torch.cuda.device_of(x):
         kernels.step[batch, -(-channels // 128)](
-            *(x, y, weight, _or(bias, x), state, after, channels, rows),
-            *(x_b, x_c, *state.stride(), *after.stride(), *weight.stride(), 1 if bias is None else bias.stride(0)),
+            *(x, y, weight, bias, state, after, channels, rows),
+            *((x_b, x_c), state.stride(), after.stride(), weight.stride(), 1 if bias is None else bias.stride(0)),
             K=taps,
-            BIAS=bias is not None,
             SILU=silu,
             R=_power(max(rows, 1)),
             C=128,
@@ -151,15 +144,6 @@ def _kernels() -> Any:
 def _result(like: Tensor, **options: Any) -> Tensor:
     """Return ``torch.empty_like``, in float32 under the interpreter, which would truncate instead of rounding."""
     return torch.empty_like(like, dtype=torch.float32 if triton.interpreted() else like.dtype, **options)
-
-
-def _or(given: Tensor | None, other: Tensor) -> Tensor:
-    """Return what a kernel gets for an operand; ``other`` stands for None and is not read."""
-    return other if given is None else given
-
-
-def _kind(segments: Tensor | None, offsets: Tensor | None) -> int:
-    return 1 if segments is not None else 2 if offsets is not None else 0
 
 
 def _steps(offsets: Tensor | None) -> int:

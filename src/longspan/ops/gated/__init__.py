@@ -11,7 +11,6 @@ from ..forms import Form, Forms
 from ..operands import check_scale
 from . import chunks, definition, fla, native, triton
 from .operands import (
-    STATELESS,
     DecayOptions,
     DeltaOptions,
     Recurrence,
@@ -218,7 +217,7 @@ def _operands(
     normalize: str | None = None,
     **options: Unpack[StateOptions],
 ) -> Recurrence:
-    given: dict[str, Any] = {**STATELESS, **options}
+    given: Any = {"state": None, **options}
     return Recurrence(q, k, v, log_decay, beta, **given, scale=scale_of(q, scale), normalize=normalize is not None)
 
 

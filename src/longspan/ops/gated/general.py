@@ -12,7 +12,6 @@ from ..onnx import unrolled
 from ..operands import check_scale
 from . import general_chunks, general_definition, general_native
 from .operands import (
-    STATELESS,
     GeneralOptions,
     GeneralRecurrence,
     GeneralRecurrenceOptions,
@@ -146,10 +145,9 @@ def _operands(
     read_before_decay: bool = False,
     **options: Unpack[StateOptions],
 ) -> GeneralRecurrence:
-    given: dict[str, Any] = {**STATELESS, **options}
-    return GeneralRecurrence(
-        q, k, v, read, erase, log_decay, **given, scale=scale_of(q, scale), early=read_before_decay
-    )
+    given: Any = {"state": None, **options}
+    scale = scale_of(q, scale)
+    return GeneralRecurrence(q, k, v, read, erase, log_decay, **given, scale=scale, early=read_before_decay)
 
 
 FORMS = Forms(

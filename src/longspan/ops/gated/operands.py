@@ -136,10 +136,6 @@ def first_state(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Tensor:
     return v.new_zeros(count_states(v, cu_seqlens), v.shape[1], q.shape[-1], v.shape[-1], dtype=wide_dtype(v))
 
 
-STATELESS: dict[str, Any] = {"state": None, "mask": None, "segments": None, "cu_seqlens": None}
-"""The state and the options of a call that has none of them."""
-
-
 def scale_of(q: Any, scale: float | None) -> float:
     """Return the scale of a call, by default that of the keys; anything for operands that ``check`` refuses."""
     if scale is not None:

@@ -5,7 +5,7 @@ Inside a span the similarity itself is cheaper. The backward pass recomputes the
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,6 +20,14 @@ from . import normalize
 
 OP = "polynomial attention"
 SHORTEST, LONGEST = 64, 512  # tokens of a span
+
+
+class Kernel(NamedTuple):
+    """What ``similarity`` is, and what is added to the denominator."""
+
+    constant: float  # added to q.k
+    taylor: bool  # the Taylor polynomial of e^(q.k)
+    eps: float
 
 
 def similarity(q: Tensor, k: Tensor, constant: float, taylor: bool) -> Tensor:
@@ -49,11 +57,9 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    kernel: Kernel,
     *,
     causal: bool,
-    constant: float,
-    taylor: bool,
-    eps: float,
     mask: Tensor | None = None,
     segments: Tensor | None = None,
     prefix: Tensor | None = None,
@@ -68,10 +74,8 @@ def attend(
         q: (B,H,N,D), already scaled, in float32 or float64.
         k: (B,H,M,D), already scaled, in float32 or float64.
         v: (B,H,M,E).
+        kernel: The similarity s, and eps.
         causal: Each query sums over the keys up to its position.
-        constant: Added to q.k; see ``similarity``.
-        taylor: Uses the Taylor polynomial of e^(q.k); see ``similarity``.
-        eps: Added to the denominator.
         mask: (B,M) bool, True = a real token.
         segments: (B,N) int64, packed sequences.
         prefix: (B,N) bool, tokens that see each other.
@@ -83,50 +87,42 @@ def attend(
         last column, of phi(k).
     """
     backend = select_backend(OP)
-    kernel: dict[str, Any] = {"constant": constant, "taylor": taylor}
     with torch.autocast(v.device.type, enabled=False):
         q, k, v, state = materialize_neg(q, k, v, state)
         values = zero_masked(mask, with_ones(upcast_half(v)))[0]
         if prefix is not None:
-            folded = _total(k, values, prefix, **kernel)
+            folded = _total(k, values, prefix, kernel)
             state, mask = folded if state is None else state + folded, ~prefix if mask is None else mask & ~prefix
         if not causal and segments is None:
-            total = _total(k, values, mask, **kernel)
-            return read(q, total, eps=eps, **kernel).to(v.dtype), total
+            total = _total(k, values, mask, kernel)
+            return read(q, total, kernel).to(v.dtype), total
         scan = _reference if backend == "reference" else _scan
-        found, end = scan(q, k, values, mask, segments, state, donate and not transformed(), **kernel)
+        found, end = scan(q, k, values, mask, segments, state, donate and not transformed(), kernel)
         if segments is not None and not causal:
             last = None if mask is None else mask.flip(1)
-            later, _ = scan(q.flip(2), k.flip(2), values.flip(2), last, segments.flip(1), None, False, **kernel)
+            later, _ = scan(q.flip(2), k.flip(2), values.flip(2), last, segments.flip(1), None, False, kernel)
             # Both scans include the token itself, so it is subtracted once.
-            own = similarity(q[..., None, :], k[..., None, :], **kernel)[..., 0]
+            own = similarity(q[..., None, :], k[..., None, :], kernel.constant, kernel.taylor)[..., 0]
             found = found + later.flip(2) - _masked(own, mask) * values
-        return normalize(found, eps).to(v.dtype), end
+        return normalize(found, kernel.eps).to(v.dtype), end
 
 
-def read(q: Tensor, sums: Tensor, *, constant: float, taylor: bool, eps: float) -> Tensor:
+def read(q: Tensor, sums: Tensor, kernel: Kernel) -> Tensor:
     """Read the sums (B,H,F,E+1) over all keys with queries (B,H,N,D) -> (B,H,N,E) in the dtype of the sums."""
 
     def found(q: Tensor, sums: Tensor) -> Tensor:
-        return features(q, constant, taylor) @ sums
+        return features(q, kernel.constant, kernel.taylor) @ sums
 
     with torch.autocast(q.device.type, enabled=False):
         spans = q.split(_span(q, sums), 2)
-        return normalize(torch.cat([_again(len(spans) > 1, found, part, sums) for part in spans], 2), eps)
+        return normalize(torch.cat([_again(len(spans) > 1, found, part, sums) for part in spans], 2), kernel.eps)
 
 
 def matrix(
-    q: Tensor,
-    k: Tensor,
-    allowed: Tensor,
-    *,
-    constant: float,
-    taylor: bool,
-    eps: float,
-    segments: Tensor | None = None,
-    state: Tensor | None = None,
+    q: Tensor, k: Tensor, allowed: Tensor, kernel: Kernel, segments: Tensor | None = None, state: Tensor | None = None
 ) -> Tensor:
     """Return the weights (B,H,N,M) of ``attend`` on the keys of a call; allowed bool (B|1,1,N,M). O(N M) memory."""
+    constant, taylor, eps = kernel
     with torch.autocast(q.device.type, enabled=False):
         weights = similarity(q, k, constant, taylor) * allowed
         below = weights.sum(-1, keepdim=True)
@@ -144,10 +140,10 @@ def _reference(
     segments: Tensor | None,
     state: Tensor | None,
     donate: bool,
-    constant: float,
-    taylor: bool,
+    kernel: Kernel,
 ) -> tuple[Tensor, Tensor]:
     """The recurrence on the features of all tokens, token by token."""
+    constant, taylor, _ = kernel
     keys = _masked(features(k, constant, taylor), mask)
     state = _empty(q, values) if state is None else state
     q = features(q, constant, taylor)
@@ -162,10 +158,10 @@ def _scan(
     segments: Tensor | None,
     state: Tensor | None,
     donate: bool,
-    constant: float,
-    taylor: bool,
+    kernel: Kernel,
 ) -> tuple[Tensor, Tensor]:
     """Scan span by span -> the sums that are read (B,H,N,E+1), the state after the last token."""
+    constant, taylor, _ = kernel
     end = _empty(q, values) if state is None else state
 
     def span(
@@ -195,11 +191,11 @@ def _scan(
     return torch.cat(found, 2), end
 
 
-def _total(k: Tensor, values: Tensor, mask: Tensor | None, constant: float, taylor: bool) -> Tensor:
+def _total(k: Tensor, values: Tensor, mask: Tensor | None, kernel: Kernel) -> Tensor:
     """Return the state (B,H,F,E+1) of all real keys."""
 
     def add(k: Tensor, values: Tensor, mask: Tensor | None, state: Tensor) -> Tensor:
-        return state + _masked(features(k, constant, taylor), mask).mT @ values
+        return state + _masked(features(k, kernel.constant, kernel.taylor), mask).mT @ values
 
     state, width, n = _empty(k, values), _span(k, values), k.shape[2]
     for start in range(0, n, width):

@@ -63,8 +63,7 @@ def _attend(r: Selective) -> tuple[Tensor, Tensor]:
     for start in range(0, x.shape[1], CHUNK):
         given: list[Any] = [t[:, start : start + CHUNK] for t in (x, dt, b, c, clear)] + [rates, state]
         if keeps:
-            how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-            y, state = checkpoint(_chunk, *given, **how)  # pyright: ignore[reportGeneralTypeIssues] (torch's stubs do not know what it returns)
+            y, state = checkpoint(_chunk, *given, use_reentrant=False, preserve_rng_state=False)  # pyright: ignore[reportGeneralTypeIssues] (torch's stubs do not know what it returns)
         else:
             y, state = _chunk(*given)
         out.append(y)

@@ -77,47 +77,32 @@ def attend(
     spans = [(b, min(b + size, n)) for b in range(0, n, size)]
     top = max(min(back + size, m) - 1, farthest)
     bottom = -(min(ahead + size, n) - 1) if near is not None else 0
-    r, outs, before = table(top, bottom), [], m - n
-    block = _block
-    # Transforms cannot follow checkpointed blocks; a compiler plans its memory itself.
-    if len(spans) > 1 and torch.is_grad_enabled() and not followed():
-        block = partial(checkpoint, _block, use_reentrant=False, preserve_rng_state=False)
-    for b, e in spans:
+    r, before = table(top, bottom), m - n
+
+    def attended(b: int, e: int, older: Older | None) -> Tensor:
+        """Queries b to e - 1."""
         low, high = max(0, before + b - back), min(m, before + e + (ahead if near is not None else 0))
         queries, keys = slice(b, e), slice(low, high)
         # All distances in the block. Causal blocks need none below 0, since those are masked.
         first, last = before + e - 1 - low, (before + b - high + 1 if near is not None else 0)
         columns = slice(top - first, top - last + 1)
-        older_ = None if older is None else older(b, e)
-        near_ = None if near is None else near[:, queries]
-        operands = content[:, :, queries], position[:, :, queries], k[:, :, keys], v[:, :, keys], r
-        outs.append(block(*operands, columns, top, far[:, queries], near_, before + b - low, scale, older_))
-    return torch.cat(outs, 2)
+        if older is None:
+            shifted, more = shift(position[:, :, queries] @ r[:, columns].mT, high - low), None
+        else:
+            products = position[:, :, queries] @ r.mT
+            shifted = shift(products[..., columns], high - low)
+            away = (top - older.distance)[:, None].expand(len(content), content.shape[1], -1, -1)
+            more = products.gather(-1, away)
+        allowed = visible(
+            e - b, high - low, before + b - low, far[:, queries], None if near is None else near[:, queries]
+        )
+        return _read(content[:, :, queries], k[:, :, keys], v[:, :, keys], shifted, allowed, scale, older, more)[0]
 
-
-def _block(
-    content: Tensor,
-    position: Tensor,
-    k: Tensor,
-    v: Tensor,
-    r: Tensor,
-    columns: slice,
-    top: int,
-    far: Tensor,
-    near: Tensor | None,
-    before: int,
-    scale: float,
-    older: Older | None,
-) -> Tensor:
-    n, m = content.shape[2], k.shape[2]
-    if older is None:
-        shifted, more = shift(position @ r[:, columns].mT, m), None
-    else:
-        products = position @ r.mT
-        shifted = shift(products[..., columns], m)
-        away = (top - older.distance)[:, None].expand(len(content), content.shape[1], -1, -1)
-        more = products.gather(-1, away)
-    return _read(content, k, v, shifted, visible(n, m, before, far, near), scale, older, more)[0]
+    block = attended
+    # Transforms cannot follow checkpointed blocks; a compiler plans its memory itself.
+    if len(spans) > 1 and torch.is_grad_enabled() and not followed():
+        block = partial(checkpoint, attended, use_reentrant=False, preserve_rng_state=False)
+    return torch.cat([block(b, e, None if older is None else older(b, e)) for b, e in spans], 2)
 
 
 def _read(

@@ -6,6 +6,7 @@ interprets the kernels, slowly, which is how their values are tested without a G
 """
 
 import functools
+import importlib
 import importlib.util
 import os
 
@@ -28,12 +29,21 @@ def interpreted() -> bool:
 @mark_dynamo_constant
 def missing() -> str:
     """Return why Triton cannot be used; empty if it can."""
-    return "" if _installed() else "Triton is not installed; torch for CUDA brings it"
+    version = _installed()
+    if version is None:
+        return "Triton is not installed; torch for CUDA brings it"
+    # Kernels take tuples, such as the strides of a tensor.
+    return "" if version >= (3, 3) else f"they need Triton 3.3, which torch 2.7 brings, not {version[0]}.{version[1]}"
 
 
 @functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _installed() -> tuple[int, int] | None:
+    """Return the version of Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    # The name of the distribution differs between builds of torch.
+    major, minor, *_ = importlib.import_module("triton").__version__.split(".")
+    return int(major), int(minor)
 
 
 def unreadable(*tensors: Tensor | None) -> str:

@@ -26,6 +26,9 @@ With ``table`` (spans, 2), spans begin and end where it says, so that each lies 
 Products of two inputs multiply in their type. A state, a decayed key and the like would lose digits in 16 bits:
 ``mixed`` multiplies them as two bfloat16 numbers each, or with float16, in which they would overflow, as two of TF32.
 The interpreter multiplies in float32 (``WIDE``), but rounds as the products on a GPU do.
+
+``sizes`` are the numbers of tokens, heads, heads per key head, channels of keys and of values, and spans; xs are the
+strides of x.
 """
 
 from typing import Any
@@ -100,22 +103,22 @@ def mixed(x, y, FINE: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def rows(x, first, o_c, o_d, s_n, s_d, real, size):
+def rows(x, first, o_c, o_d, strides, real, size):
     """Load the tokens first + o_c as (C,D); 0 where a token is not real."""
-    at = x + first * s_n + o_c[:, None] * s_n + o_d[None, :] * s_d
+    at = x + first * strides[2] + o_c[:, None] * strides[2] + o_d[None, :] * strides[3]
     return tl.load(at, mask=real[:, None] & (o_d[None, :] < size), other=0.0)
 
 
 @triton.jit
-def columns(x, first, o_c, o_d, s_n, s_d, real, size):
+def columns(x, first, o_c, o_d, strides, real, size):
     """Load the tokens first + o_c as (D,C). Transposing what a product has computed fails on some GPUs."""
-    at = x + first * s_n + o_c[None, :] * s_n + o_d[:, None] * s_d
+    at = x + first * strides[2] + o_c[None, :] * strides[2] + o_d[:, None] * strides[3]
     return tl.load(at, mask=real[None, :] & (o_d[:, None] < size), other=0.0)
 
 
 @triton.jit
-def store_rows(x, y, first, o_c, o_d, s_n, s_d, there, size, WIDE: tl.constexpr):
-    at = x + first * s_n + o_c[:, None] * s_n + o_d[None, :] * s_d
+def store_rows(x, y, first, o_c, o_d, strides, there, size, WIDE: tl.constexpr):
+    at = x + first * strides[2] + o_c[:, None] * strides[2] + o_d[None, :] * strides[3]
     y = rounded(y, x.dtype.element_ty, WIDE).to(x.dtype.element_ty)
     tl.store(at, y, mask=there[:, None] & (o_d[None, :] < size))
 
@@ -132,20 +135,21 @@ def bounds(table, i_s, n, SPAN: tl.constexpr):
 
 
 @triton.jit
-def gates(decay, mask, segments, first, o_c, stop, s_n):
+def gates(decay, gs, mask, segments, b, h, n, first, o_c, stop):
     """Return which tokens of a chunk exist, which are real, and the sums (C,) of log decays up to each, in float64."""
     o_n = first + o_c
     there = o_n < stop
     real = there
     if mask is not None:
-        real = there & (tl.load(mask + o_n, mask=there, other=0) != 0)
+        real = there & (tl.load(mask + b * n + o_n, mask=there, other=0) != 0)
     g = tl.zeros(o_c.shape, tl.float32)
     if decay is not None:
-        g = tl.load(decay + o_n * s_n, mask=real, other=0.0).to(tl.float32)
+        g = tl.load(decay + (b * gs[0] + h * gs[1]) + o_n * gs[2], mask=real, other=0.0).to(tl.float32)
         g = tl.where(g < LOWEST, LOWEST, g)  # NaN stays
     if segments is not None:
         inner = there & (o_n > 0)
-        here, before = tl.load(segments + o_n, mask=inner, other=0), tl.load(segments + o_n - 1, mask=inner, other=0)
+        ids = segments + b * n + o_n
+        here, before = tl.load(ids, mask=inner, other=0), tl.load(ids - 1, mask=inner, other=0)
         g = tl.where(here != before, LOWEST, g)
     return there, real, tl.cumsum(g.to(tl.float64), 0), tl.sum(g.to(tl.float64), 0)
 
@@ -180,24 +184,11 @@ def sums_kernel(
     unit,
     sums,
     wholes,
-    n,
-    H,
-    R,
-    D,
-    E,
-    NP,
+    sizes,
     scale,
-    xs_b,
-    xs_h,
-    xs_n,
-    xs_d,
-    ys_b,
-    ys_h,
-    ys_n,
-    ys_d,
-    gs_b,
-    gs_h,
-    gs_n,
+    xs,
+    ys,
+    gs,
     REVERSE: tl.constexpr,
     SPAN: tl.constexpr,
     C: tl.constexpr,
@@ -210,17 +201,12 @@ def sums_kernel(
 
     REVERSE: the gradient of the state before the span from its reads; x are queries, y the gradients of outputs.
     """
+    n, H, R, D, E, NP = sizes
     i_e, i_s, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = i_bh // H, i_bh % H
     o_c, o_d, o_e = tl.arange(0, C), tl.arange(0, BD), i_e * BE + tl.arange(0, BE)
-    x += b * xs_b + h // R * xs_h
-    y += b * ys_b + h * ys_h
-    if decay is not None:
-        decay += b * gs_b + h * gs_h
-    if mask is not None:
-        mask += b * n
-    if segments is not None:
-        segments += b * n
+    x += b * xs[0] + h // R * xs[1]
+    y += b * ys[0] + h * ys[1]
     if unit is not None:
         unit += (i_bh // R) * n
     begin, stop = bounds(table, i_s, n, SPAN)
@@ -228,15 +214,15 @@ def sums_kernel(
     all_decays = tl.zeros([1], tl.float64)
     for i in range(0, SPAN // C):
         first = begin + (SPAN // C - 1 - i if REVERSE else i) * C
-        _, real, total, last = gates(decay, mask, segments, first, o_c, stop, gs_n)
+        _, real, total, last = gates(decay, gs, mask, segments, b, h, n, first, o_c, stop)
         if REVERSE:
             share = tl.exp(total.to(tl.float32)) * scale
         else:
             share = leaving(total, last)
         if unit is not None:
             share *= tl.load(unit + first + o_c, mask=real, other=0.0)
-        xt = columns(x, first, o_c, o_d, xs_n, xs_d, real, D).to(tl.float32) * share[None, :]
-        yn = rows(y, first, o_c, o_e, ys_n, ys_d, real, E)
+        xt = columns(x, first, o_c, o_d, xs, real, D).to(tl.float32) * share[None, :]
+        yn = rows(y, first, o_c, o_e, ys, real, E)
         s = s * tl.exp(last.to(tl.float32)) + mixed(xt, yn, FINE, WIDE)
         all_decays += last
     at = sums + (i_bh * NP + i_s) * D * E + o_d[:, None] * E + o_e[None, :]
@@ -290,32 +276,13 @@ def outputs_kernel(
     unit_q,
     unit_k,
     starts,
-    n,
-    H,
-    R,
-    D,
-    E,
-    NP,
+    sizes,
     scale,
-    qs_b,
-    qs_h,
-    qs_n,
-    qs_d,
-    ks_b,
-    ks_h,
-    ks_n,
-    ks_d,
-    vs_b,
-    vs_h,
-    vs_n,
-    vs_d,
-    os_b,
-    os_h,
-    os_n,
-    os_d,
-    gs_b,
-    gs_h,
-    gs_n,
+    qs,
+    ks,
+    vs,
+    os,
+    gs,
     SPAN: tl.constexpr,
     C: tl.constexpr,
     BD: tl.constexpr,
@@ -325,19 +292,14 @@ def outputs_kernel(
     WIDE: tl.constexpr,
 ):
     """The outputs of a span, for BE of the value channels, given the states before all spans."""
+    n, H, R, D, E, NP = sizes
     i_e, i_s, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = i_bh // H, i_bh % H
     o_c, o_d, o_e = tl.arange(0, C), tl.arange(0, BD), i_e * BE + tl.arange(0, BE)
-    q += b * qs_b + h // R * qs_h
-    k += b * ks_b + h // R * ks_h
-    v += b * vs_b + h * vs_h
-    o += b * os_b + h * os_h
-    if decay is not None:
-        decay += b * gs_b + h * gs_h
-    if mask is not None:
-        mask += b * n
-    if segments is not None:
-        segments += b * n
+    q += b * qs[0] + h // R * qs[1]
+    k += b * ks[0] + h // R * ks[1]
+    v += b * vs[0] + h * vs[1]
+    o += b * os[0] + h * os[1]
     if unit_q is not None:
         unit_q += (i_bh // R) * n
         unit_k += (i_bh // R) * n
@@ -346,7 +308,7 @@ def outputs_kernel(
     s = tl.load(at, mask=(o_d[:, None] < D) & (o_e[None, :] < E), other=0.0)
     for i in range(0, SPAN // C):
         first = begin + i * C
-        there, real, total, last = gates(decay, mask, segments, first, o_c, stop, gs_n)
+        there, real, total, last = gates(decay, gs, mask, segments, b, h, n, first, o_c, stop)
         high, low = parts(total)
         reading, share = tl.exp(high) * scale, leaving(total, last)
         earlier = o_c[:, None] >= o_c[None, :]
@@ -355,14 +317,14 @@ def outputs_kernel(
             fq = tl.load(unit_q + first + o_c, mask=real, other=0.0)
             fk = tl.load(unit_k + first + o_c, mask=real, other=0.0)
             reading, share, weight = reading * fq, share * fk, weight * fq[:, None] * fk[None, :]
-        xq = rows(q, first, o_c, o_d, qs_n, qs_d, real, D)
-        kt = columns(k, first, o_c, o_d, ks_n, ks_d, real, D)
-        x = rows(v, first, o_c, o_e, vs_n, vs_d, real, E)
+        xq = rows(q, first, o_c, o_d, qs, real, D)
+        kt = columns(k, first, o_c, o_d, ks, real, D)
+        x = rows(v, first, o_c, o_e, vs, real, E)
         a = tl.dot(operand(xq, WIDE), operand(kt, WIDE), input_precision=PRECISION)
         a = tl.where(earlier, a * weight, 0.0)
         y = tl.dot(rounded(a, v.dtype.element_ty, WIDE), operand(x, WIDE), input_precision=PRECISION)
         y += mixed(xq, s, FINE, WIDE) * reading[:, None]
-        store_rows(o, y, first, o_c, o_e, os_n, os_d, there, E, WIDE)
+        store_rows(o, y, first, o_c, o_e, os, there, E, WIDE)
         kept = kt.to(tl.float32) * share[None, :]
         s = s * tl.exp(last.to(tl.float32)) + mixed(kept, x, FINE, WIDE)
 
@@ -380,32 +342,13 @@ def values_backward_kernel(
     unit_q,
     unit_k,
     ends,
-    n,
-    H,
-    R,
-    D,
-    E,
-    NP,
+    sizes,
     scale,
-    qs_b,
-    qs_h,
-    qs_n,
-    qs_d,
-    ks_b,
-    ks_h,
-    ks_n,
-    ks_d,
-    os_b,
-    os_h,
-    os_n,
-    os_d,
-    dvs_b,
-    dvs_h,
-    dvs_n,
-    dvs_d,
-    gs_b,
-    gs_h,
-    gs_n,
+    qs,
+    ks,
+    os,
+    dvs,
+    gs,
     SPAN: tl.constexpr,
     C: tl.constexpr,
     BD: tl.constexpr,
@@ -415,19 +358,14 @@ def values_backward_kernel(
     WIDE: tl.constexpr,
 ):
     """The gradients of the values of a span, for BE of their channels, given those of the states after all spans."""
+    n, H, R, D, E, NP = sizes
     i_e, i_s, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = i_bh // H, i_bh % H
     o_c, o_d, o_e = tl.arange(0, C), tl.arange(0, BD), i_e * BE + tl.arange(0, BE)
-    q += b * qs_b + h // R * qs_h
-    k += b * ks_b + h // R * ks_h
-    grad += b * os_b + h * os_h
-    dv += b * dvs_b + h * dvs_h
-    if decay is not None:
-        decay += b * gs_b + h * gs_h
-    if mask is not None:
-        mask += b * n
-    if segments is not None:
-        segments += b * n
+    q += b * qs[0] + h // R * qs[1]
+    k += b * ks[0] + h // R * ks[1]
+    grad += b * os[0] + h * os[1]
+    dv += b * dvs[0] + h * dvs[1]
     if unit_q is not None:
         unit_q += (i_bh // R) * n
         unit_k += (i_bh // R) * n
@@ -436,7 +374,7 @@ def values_backward_kernel(
     r = tl.load(at, mask=(o_d[:, None] < D) & (o_e[None, :] < E), other=0.0)
     for i in range(0, SPAN // C):
         first = begin + (SPAN // C - 1 - i) * C
-        there, real, total, last = gates(decay, mask, segments, first, o_c, stop, gs_n)
+        there, real, total, last = gates(decay, gs, mask, segments, b, h, n, first, o_c, stop)
         high, low = parts(total)
         reading, share = tl.exp(high) * scale, leaving(total, last)
         earlier = o_c[:, None] <= o_c[None, :]  # (j,i)
@@ -445,14 +383,14 @@ def values_backward_kernel(
             fq = tl.load(unit_q + first + o_c, mask=real, other=0.0)
             fk = tl.load(unit_k + first + o_c, mask=real, other=0.0)
             reading, share, weight = reading * fq, share * fk, weight * fk[:, None] * fq[None, :]
-        xk = rows(k, first, o_c, o_d, ks_n, ks_d, real, D)
-        qt = columns(q, first, o_c, o_d, qs_n, qs_d, real, D)
-        g = rows(grad, first, o_c, o_e, os_n, os_d, real, E)
+        xk = rows(k, first, o_c, o_d, ks, real, D)
+        qt = columns(q, first, o_c, o_d, qs, real, D)
+        g = rows(grad, first, o_c, o_e, os, real, E)
         a = tl.dot(operand(xk, WIDE), operand(qt, WIDE), input_precision=PRECISION)
         a = tl.where(earlier, a * weight, 0.0)
         y = tl.dot(rounded(a, q.dtype.element_ty, WIDE), operand(g, WIDE), input_precision=PRECISION)
         y += mixed(xk, r, FINE, WIDE) * share[:, None]
-        store_rows(dv, y, first, o_c, o_e, dvs_n, dvs_d, there, E, WIDE)
+        store_rows(dv, y, first, o_c, o_e, dvs, there, E, WIDE)
         read = qt.to(tl.float32) * reading[None, :]
         r = r * tl.exp(last.to(tl.float32)) + mixed(read, g, FINE, WIDE)
 
@@ -473,36 +411,14 @@ def keys_backward_kernel(
     ddecay,
     ends,
     ahead,
-    n,
-    H,
-    R,
-    D,
-    E,
-    NP,
+    sizes,
     scale,
-    qs_b,
-    qs_h,
-    qs_n,
-    qs_d,
-    ks_b,
-    ks_h,
-    ks_n,
-    ks_d,
-    vs_b,
-    vs_h,
-    vs_n,
-    vs_d,
-    os_b,
-    os_h,
-    os_n,
-    os_d,
-    dks_b,
-    dks_h,
-    dks_n,
-    dks_d,
-    gs_b,
-    gs_h,
-    gs_n,
+    qs,
+    ks,
+    vs,
+    os,
+    dks,
+    gs,
     SPAN: tl.constexpr,
     C: tl.constexpr,
     BD: tl.constexpr,
@@ -516,20 +432,15 @@ def keys_backward_kernel(
     With ``ddecay`` (D / BD,BH,N) also the part of its gradient from writes, and the gradients of the states after all
     chunks, ``ahead`` (BH,NP,SPAN / C,E,D).
     """
+    n, H, R, D, E, NP = sizes
     i_d, i_s, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = i_bh // H, i_bh % H
     o_c, o_d, o_e = tl.arange(0, C), i_d * BD + tl.arange(0, BD), tl.arange(0, BE)
-    q += b * qs_b + h // R * qs_h
-    k += b * ks_b + h // R * ks_h
-    v += b * vs_b + h * vs_h
-    grad += b * os_b + h * os_h
-    dk += b * dks_b + h * dks_h
-    if decay is not None:
-        decay += b * gs_b + h * gs_h
-    if mask is not None:
-        mask += b * n
-    if segments is not None:
-        segments += b * n
+    q += b * qs[0] + h // R * qs[1]
+    k += b * ks[0] + h // R * ks[1]
+    v += b * vs[0] + h * vs[1]
+    grad += b * os[0] + h * os[1]
+    dk += b * dks[0] + h * dks[1]
     if unit_q is not None:
         unit_q += (i_bh // R) * n
         unit_k += (i_bh // R) * n
@@ -538,7 +449,7 @@ def keys_backward_kernel(
     r = tl.load(ends + (i_bh * NP + i_s) * D * E + o_e[:, None] + o_d[None, :] * E, mask=inside, other=0.0)  # (E,D)
     for i in range(0, SPAN // C):
         first = begin + (SPAN // C - 1 - i) * C
-        there, real, total, last = gates(decay, mask, segments, first, o_c, stop, gs_n)
+        there, real, total, last = gates(decay, gs, mask, segments, b, h, n, first, o_c, stop)
         high, low = parts(total)
         reading, share = tl.exp(high) * scale, leaving(total, last)
         earlier = o_c[:, None] <= o_c[None, :]  # (j,i)
@@ -546,16 +457,16 @@ def keys_backward_kernel(
         if unit_q is not None:
             fq = tl.load(unit_q + first + o_c, mask=real, other=0.0)
             reading, weight = reading * fq, weight * fq[None, :]
-        x = rows(v, first, o_c, o_e, vs_n, vs_d, real, E)
-        gt = columns(grad, first, o_c, o_e, os_n, os_d, real, E)
-        xq = rows(q, first, o_c, o_d, qs_n, qs_d, real, D)
+        x = rows(v, first, o_c, o_e, vs, real, E)
+        gt = columns(grad, first, o_c, o_e, os, real, E)
+        xq = rows(q, first, o_c, o_d, qs, real, D)
         a = tl.dot(operand(x, WIDE), operand(gt, WIDE), input_precision=PRECISION)
         a = tl.where(earlier, a * weight, 0.0)
         out = mixed(x, r, FINE, WIDE) * share[:, None]
         y = tl.dot(rounded(a, q.dtype.element_ty, WIDE), operand(xq, WIDE), input_precision=PRECISION) + out
-        store_rows(dk, y, first, o_c, o_d, dks_n, dks_d, there, D, WIDE)
+        store_rows(dk, y, first, o_c, o_d, dks, there, D, WIDE)
         if ddecay is not None:
-            written = tl.sum(rows(k, first, o_c, o_d, ks_n, ks_d, real, D).to(tl.float32) * out, 1)
+            written = tl.sum(rows(k, first, o_c, o_d, ks, real, D).to(tl.float32) * out, 1)
             if unit_k is not None:
                 written *= tl.load(unit_k + first + o_c, mask=real, other=0.0)
             # Token t fades the writes before it.
@@ -584,36 +495,14 @@ def queries_backward_kernel(
     ddecay,
     starts,
     ahead,
-    n,
-    H,
-    R,
-    D,
-    E,
-    NP,
+    sizes,
     scale,
-    qs_b,
-    qs_h,
-    qs_n,
-    qs_d,
-    ks_b,
-    ks_h,
-    ks_n,
-    ks_d,
-    vs_b,
-    vs_h,
-    vs_n,
-    vs_d,
-    os_b,
-    os_h,
-    os_n,
-    os_d,
-    dqs_b,
-    dqs_h,
-    dqs_n,
-    dqs_d,
-    gs_b,
-    gs_h,
-    gs_n,
+    qs,
+    ks,
+    vs,
+    os,
+    dqs,
+    gs,
     SPAN: tl.constexpr,
     C: tl.constexpr,
     BD: tl.constexpr,
@@ -626,20 +515,15 @@ def queries_backward_kernel(
 
     With ``ddecay``, to which ``keys_backward_kernel`` has written, also what these channels add to its gradient.
     """
+    n, H, R, D, E, NP = sizes
     i_d, i_s, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = i_bh // H, i_bh % H
     o_c, o_d, o_e = tl.arange(0, C), i_d * BD + tl.arange(0, BD), tl.arange(0, BE)
-    q += b * qs_b + h // R * qs_h
-    k += b * ks_b + h // R * ks_h
-    v += b * vs_b + h * vs_h
-    grad += b * os_b + h * os_h
-    dq += b * dqs_b + h * dqs_h
-    if decay is not None:
-        decay += b * gs_b + h * gs_h
-    if mask is not None:
-        mask += b * n
-    if segments is not None:
-        segments += b * n
+    q += b * qs[0] + h // R * qs[1]
+    k += b * ks[0] + h // R * ks[1]
+    v += b * vs[0] + h * vs[1]
+    grad += b * os[0] + h * os[1]
+    dq += b * dqs[0] + h * dqs[1]
     if unit_q is not None:
         unit_q += (i_bh // R) * n
         unit_k += (i_bh // R) * n
@@ -648,7 +532,7 @@ def queries_backward_kernel(
     s = tl.load(starts + (i_bh * NP + i_s) * D * E + o_e[:, None] + o_d[None, :] * E, mask=inside, other=0.0)  # (E,D)
     for i in range(0, SPAN // C):
         first = begin + i * C
-        there, real, total, last = gates(decay, mask, segments, first, o_c, stop, gs_n)
+        there, real, total, last = gates(decay, gs, mask, segments, b, h, n, first, o_c, stop)
         high, low = parts(total)
         whole, share = tl.exp(last.to(tl.float32)), leaving(total, last)
         earlier = o_c[:, None] >= o_c[None, :]
@@ -656,17 +540,17 @@ def queries_backward_kernel(
         if unit_k is not None:
             fk = tl.load(unit_k + first + o_c, mask=real, other=0.0)
             share, weight = share * fk, weight * fk[None, :]
-        g = rows(grad, first, o_c, o_e, os_n, os_d, real, E)
-        vt = columns(v, first, o_c, o_e, vs_n, vs_d, real, E)
-        xk = rows(k, first, o_c, o_d, ks_n, ks_d, real, D)
+        g = rows(grad, first, o_c, o_e, os, real, E)
+        vt = columns(v, first, o_c, o_e, vs, real, E)
+        xk = rows(k, first, o_c, o_d, ks, real, D)
         a = tl.dot(operand(g, WIDE), operand(vt, WIDE), input_precision=PRECISION)
         a = tl.where(earlier, a * weight, 0.0)
         from_read = mixed(g, s, FINE, WIDE) * (tl.exp(high) * scale)[:, None]
         y = tl.dot(rounded(a, q.dtype.element_ty, WIDE), operand(xk, WIDE), input_precision=PRECISION) + from_read
-        store_rows(dq, y, first, o_c, o_d, dqs_n, dqs_d, there, D, WIDE)
+        store_rows(dq, y, first, o_c, o_d, dqs, there, D, WIDE)
         if ddecay is not None:
-            xq = rows(q, first, o_c, o_d, qs_n, qs_d, real, D)
-            kt = columns(k, first, o_c, o_d, ks_n, ks_d, real, D)
+            xq = rows(q, first, o_c, o_d, qs, real, D)
+            kt = columns(k, first, o_c, o_d, ks, real, D)
             a *= tl.dot(operand(xq, WIDE), operand(kt, WIDE), input_precision=PRECISION)
             reads = tl.sum(xq.to(tl.float32) * from_read, 1)
             if unit_q is not None:
@@ -712,7 +596,7 @@ class Call:
         hidden = None if mask is None else mask.contiguous().view(torch.uint8)
         self.gates = log_decay, hidden, None if segments is None else segments.contiguous(), self.table
         self.gate_strides = (0, 0, 0) if log_decay is None else log_decay.stride()
-        self.sizes = self.n, self.heads, self.repeats, self.keys, self.values, self.spans, scale
+        self.sizes = self.n, self.heads, self.repeats, self.keys, self.values, self.spans
         self.block_d, self.block_e = (max(16, triton.next_power_of_2(size)) for size in (self.keys, self.values))
         narrow = precision(v.dtype)
         # TF32 holds all digits of float16.
@@ -733,9 +617,17 @@ class Call:
         self, kernel: Any, blocks: int, operands: tuple[Tensor, ...], *others: Tensor | None, **constants: Any
     ) -> None:
         """Launch a kernel for all spans of all heads: for ``operands`` of any strides, the gates and ``others``."""
-        strides = [stride for x in operands for stride in x.stride()]
+        strides = [x.stride() for x in operands]
         kernel[(blocks, self.spans, self.rows)](
-            *operands, *self.gates, *others, *self.sizes, *strides, *self.gate_strides, **self.fine, **constants
+            *operands,
+            *self.gates,
+            *others,
+            self.sizes,
+            self.scale,
+            *strides,
+            self.gate_strides,
+            **self.fine,
+            **constants,
         )
 
     def states(self, x: Tensor, y: Tensor, given: Tensor, wholes: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:

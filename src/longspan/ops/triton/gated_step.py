@@ -31,24 +31,12 @@ def step_kernel(
     D,
     E,
     scale,
-    qs_b,
-    qs_h,
-    qs_d,
-    ks_b,
-    ks_h,
-    ks_d,
-    vs_b,
-    vs_h,
-    vs_d,
-    gs_b,
-    gs_h,
-    gs_d,
-    bs_b,
-    bs_h,
-    ss_b,
-    ss_h,
-    ss_d,
-    ss_e,
+    qs,
+    ks,
+    vs,
+    gs,
+    bs,
+    ss,
     CHANNELS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     DONATE: tl.constexpr,
@@ -58,29 +46,29 @@ def step_kernel(
 ):
     """out (BH,E) and the state ``after``, for BE of its columns: that of ``state`` if DONATE, else (BH,D,E).
 
-    CHANNELS: ``decay`` has one number per channel of the keys.
+    CHANNELS: ``decay`` has one number per channel of the keys. qs and the like are the strides of q, without tokens.
     """
     i_bh = tl.program_id(1).to(tl.int64)
     b, h = i_bh // H, i_bh % H
     o_d, o_e = tl.arange(0, BD), tl.program_id(0) * BE + tl.arange(0, BE)
     real_d, real_e = o_d < D, o_e < E
     inside = real_d[:, None] & real_e[None, :]
-    query = tl.load(q + b * qs_b + h // R * qs_h + o_d * qs_d, mask=real_d, other=0.0).to(tl.float32)
-    key = tl.load(k + b * ks_b + h // R * ks_h + o_d * ks_d, mask=real_d, other=0.0).to(tl.float32)
-    new = tl.load(v + b * vs_b + h * vs_h + o_e * vs_d, mask=real_e, other=0.0).to(tl.float32)
+    query = tl.load(q + b * qs[0] + h // R * qs[1] + o_d * qs[2], mask=real_d, other=0.0).to(tl.float32)
+    key = tl.load(k + b * ks[0] + h // R * ks[1] + o_d * ks[2], mask=real_d, other=0.0).to(tl.float32)
+    new = tl.load(v + b * vs[0] + h * vs[1] + o_e * vs[2], mask=real_e, other=0.0).to(tl.float32)
     if NORMALIZE:
         query *= 1.0 / tl.sqrt(tl.sum(query * query, 0) + 1e-6)
         key *= 1.0 / tl.sqrt(tl.sum(key * key, 0) + 1e-6)
-    at = b * ss_b + h * ss_h + o_d[:, None] * ss_d + o_e[None, :] * ss_e
+    at = b * ss[0] + h * ss[1] + o_d[:, None] * ss[2] + o_e[None, :] * ss[3]
     s = tl.load(state + at, mask=inside, other=0.0)
     if decay is not None:
-        decay += b * gs_b + h * gs_h
+        decay += b * gs[0] + h * gs[1]
         if CHANNELS:
-            s *= tl.exp(tl.load(decay + o_d * gs_d, mask=real_d, other=0.0).to(tl.float32))[:, None]
+            s *= tl.exp(tl.load(decay + o_d * gs[2], mask=real_d, other=0.0).to(tl.float32))[:, None]
         else:
             s *= tl.exp(tl.load(decay).to(tl.float32))
     if beta is not None:
-        new = tl.load(beta + b * bs_b + h * bs_h).to(tl.float32) * (new - tl.sum(s * key[:, None], 0))
+        new = tl.load(beta + b * bs[0] + h * bs[1]).to(tl.float32) * (new - tl.sum(s * key[:, None], 0))
     s += key[:, None] * new[None, :]
     if DONATE:
         tl.store(state + at, s, mask=inside)
@@ -113,13 +101,12 @@ def step(
     decays = (0, 0, 0) if log_decay is None else (*log_decay.stride()[:2], log_decay.stride(-1))
     qs, ks, vs = ((*t.stride()[:2], t.stride(3)) for t in (q, k, v))
     rates = (0, 0) if beta is None else beta.stride()[:2]
-    strides = *qs, *ks, *vs, *decays, *rates, *state.stride()
     # Triton's types know neither the numbers that it makes constants nor ``num_warps``.
     kernel: Any = step_kernel[(triton.cdiv(values, block_e), batch * heads)]
     kernel(
         *(q, k, v, log_decay, beta, state, after, out),
         *(heads, heads // q.shape[1], keys, values, scale),
-        *strides,
+        *(qs, ks, vs, decays, rates, state.stride()),
         CHANNELS=channels,
         NORMALIZE=normalize,
         DONATE=donate,

@@ -114,15 +114,30 @@ def stored(y, like, WIDE: tl.constexpr):
 
 
 @triton.jit
-def rows(x, x_n, x_d, at_n, at_d, keep, D: tl.constexpr):
-    """Load tokens (C,D) of x, 0 where not ``keep``."""
-    return tl.load(x + at_n[:, None] * x_n + at_d[None, :] * x_d, mask=keep[:, None] & (at_d[None, :] < D), other=0.0)
+def moved(x, strides, b, h, first):
+    """Return x (B,H,N,D) at token ``first`` of a row and head."""
+    return x + (b * strides[0] + h * strides[1] + first * strides[2])
 
 
 @triton.jit
-def columns(x, x_n, x_d, at_n, at_d, keep, D: tl.constexpr):
+def rows(x, strides, at_n, at_d, keep, D: tl.constexpr):
+    """Load tokens (C,D) of x, 0 where not ``keep``."""
+    at = x + at_n[:, None] * strides[2] + at_d[None, :] * strides[3]
+    return tl.load(at, mask=keep[:, None] & (at_d[None, :] < D), other=0.0)
+
+
+@triton.jit
+def columns(x, strides, at_n, at_d, keep, D: tl.constexpr):
     """Load tokens of x transposed (D,C), 0 where not ``keep``."""
-    return tl.load(x + at_d[:, None] * x_d + at_n[None, :] * x_n, mask=keep[None, :] & (at_d[:, None] < D), other=0.0)
+    at = x + at_d[:, None] * strides[3] + at_n[None, :] * strides[2]
+    return tl.load(at, mask=keep[None, :] & (at_d[:, None] < D), other=0.0)
+
+
+@triton.jit
+def store_rows(x, strides, at_n, at_d, y, there, D: tl.constexpr):
+    """Store tokens y (C,D) in x."""
+    at = x + at_n[:, None] * strides[2] + at_d[None, :] * strides[3]
+    tl.store(at, y, mask=there[:, None] & (at_d[None, :] < D))
 
 
 @triton.jit
@@ -147,6 +162,15 @@ def place(spans, heads, BLOCKS: tl.constexpr):
 
 
 @triton.jit
+def state_at(pair, span, states, CAUSAL: tl.constexpr):
+    """Return the number of the state of a span; without CAUSAL, of the only one of a row and head."""
+    if CAUSAL:
+        return pair * states + span
+    else:
+        return pair * states
+
+
+@triton.jit
 def s_at(at_d, at_e, E: tl.constexpr, CAUSAL: tl.constexpr):
     """Return the places of S (D,E) in a state of a span, or of the caller, (D,E+1), without CAUSAL."""
     return at_d * (E if CAUSAL else E + 1) + at_e
@@ -162,24 +186,27 @@ def z_at(at_d, D: tl.constexpr, E: tl.constexpr, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def kept(mask, mask_n, at_n, left):
+def kept(mask, mask_strides, b, first, at_n, left):
     """Return which keys count: those before the end, and real by the mask."""
     keep = at_n < left
     if mask is not None:
-        keep = keep & (tl.load(mask + at_n * mask_n, mask=keep, other=0) != 0)
+        at = mask + (b * mask_strides[0] + first * mask_strides[1]) + at_n * mask_strides[1]
+        keep = keep & (tl.load(at, mask=keep, other=0) != 0)
     return keep
 
 
 @triton.jit
-def id_at(segments, segments_n, token, n):
+def id_at(segments, segments_strides, b, token, n):
     """Return the segment of a token; before the first and after the last token, that of the first and last."""
-    return tl.load(segments + tl.minimum(tl.maximum(token, 0), n - 1).to(tl.int64) * segments_n)
+    segments += b * segments_strides[0]
+    return tl.load(segments + tl.minimum(tl.maximum(token, 0), n - 1).to(tl.int64) * segments_strides[1])
 
 
 @triton.jit
-def ids_of(segments, segments_n, first, at_n, n):
+def ids_of(segments, segments_strides, b, first, at_n, n):
     """Return the segments of the tokens ``first`` + at_n, as ``id_at``."""
-    return tl.load(segments + tl.minimum(first + at_n, n - 1).to(tl.int64) * segments_n)
+    segments += b * segments_strides[0]
+    return tl.load(segments + tl.minimum(first + at_n, n - 1).to(tl.int64) * segments_strides[1])
 
 
 @triton.jit
@@ -199,18 +226,10 @@ def sums_kernel(
     n,
     spans,
     heads,
-    k_b,
-    k_h,
-    k_n,
-    k_d,
-    v_b,
-    v_h,
-    v_n,
-    v_e,
-    mask_b,
-    mask_n,
-    segments_b,
-    segments_n,
+    k_strides,
+    v_strides,
+    mask_strides,
+    segments_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     MAP: tl.constexpr,
@@ -226,21 +245,18 @@ def sums_kernel(
     block, span, pair, b, h = place(spans, heads, (E + BE - 1) // BE)
     first, left = span.to(tl.int64) * SPAN, n - span * SPAN
     at_d, at_e = tl.arange(0, BD), block * BE + tl.arange(0, BE)
-    k += b * k_b + h * k_h + first * k_n
-    v += b * v_b + h * v_h + first * v_n
-    if mask is not None:
-        mask += b * mask_b + first * mask_n
+    k = moved(k, k_strides, b, h, first)
+    v = moved(v, v_strides, b, h, first)
     if segments is not None:
-        segments += b * segments_b
-        last = id_at(segments, segments_n, span * SPAN + SPAN - 1, n)
+        last = id_at(segments, segments_strides, b, span * SPAN + SPAN - 1, n)
     s, z = tl.zeros([BD, BE], tl.float32), tl.zeros([BD], tl.float32)
     for i in range(0, SPAN // C):
         at_n = i * C + tl.arange(0, C)
-        keep = kept(mask, mask_n, at_n, left)
+        keep = kept(mask, mask_strides, b, first, at_n, left)
         if segments is not None:
-            keep = keep & (ids_of(segments, segments_n, span * SPAN, at_n, n) == last)
-        fk = feature_columns(columns(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP)
-        x = rows(v, v_n, v_e, at_n, at_e, keep, E)
+            keep = keep & (ids_of(segments, segments_strides, b, span * SPAN, at_n, n) == last)
+        fk = feature_columns(columns(k, k_strides, at_n, at_d, keep, D), at_d, keep, D, MAP)
+        x = rows(v, v_strides, at_n, at_e, keep, E)
         s = product(fk, x, s, MAP != 1, False, HALF, WIDE, PRECISION)
         z += tl.sum(fk, 1)
     parts += (pair * spans + span) * (D * E + D)
@@ -258,12 +274,8 @@ def prefix_kernel(
     n,
     spans,
     heads,
-    given_b,
-    given_h,
-    given_d,
-    given_e,
-    segments_b,
-    segments_n,
+    given_strides,
+    segments_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     SPAN: tl.constexpr,
@@ -286,9 +298,8 @@ def prefix_kernel(
     at_d, at_e = tl.where(at < D * E, at // E, at - D * E), tl.where(at < D * E, at % E, E)
     s = tl.zeros([BLOCK], tl.float32)
     if given is not None:
-        s += tl.load(given + b * given_b + h * given_h + at_d * given_d + at_e * given_e, mask=there, other=0.0)
-    if segments is not None:
-        segments += b * segments_b
+        given = moved(given, given_strides, b, h, 0) + at_d * given_strides[2] + at_e * given_strides[3]
+        s += tl.load(given, mask=there, other=0.0)
     parts += pair * spans * SIZE
     # The first span to add, and the step to the next one. A loop over a range that is known at run time only does not
     # run in the interpreter with numpy 2.4.
@@ -303,8 +314,8 @@ def prefix_kernel(
         if CAUSAL:
             tl.store(parts + span * SIZE + at, s, mask=there)
         if segments is not None:
-            before = id_at(segments, segments_n, span * SPAN - 1, n)
-            last = id_at(segments, segments_n, span * SPAN + SPAN - 1, n)
+            before = id_at(segments, segments_strides, b, span * SPAN - 1, n)
+            last = id_at(segments, segments_strides, b, span * SPAN + SPAN - 1, n)
             s = tl.where(before == last, s, 0.0)
         s += part
         part = follows
@@ -329,26 +340,12 @@ def outputs_kernel(
     states,
     heads,
     eps,
-    q_b,
-    q_h,
-    q_n,
-    q_d,
-    k_b,
-    k_h,
-    k_n,
-    k_d,
-    v_b,
-    v_h,
-    v_n,
-    v_e,
-    o_b,
-    o_h,
-    o_n,
-    o_e,
-    mask_b,
-    mask_n,
-    segments_b,
-    segments_n,
+    q_strides,
+    k_strides,
+    v_strides,
+    o_strides,
+    mask_strides,
+    segments_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     MAP: tl.constexpr,
@@ -368,39 +365,33 @@ def outputs_kernel(
     block, span, pair, b, h = place(spans, heads, (E + BE - 1) // BE)
     first, left = span.to(tl.int64) * SPAN, n - span * SPAN
     at_c, at_d, at_e = tl.arange(0, C), tl.arange(0, BD), block * BE + tl.arange(0, BE)
-    q += b * q_b + h * q_h + first * q_n
-    k += b * k_b + h * k_h + first * k_n
-    v += b * v_b + h * v_h + first * v_n
-    o += b * o_b + h * o_h + first * o_n
+    q = moved(q, q_strides, b, h, first)
+    k = moved(k, k_strides, b, h, first)
+    v = moved(v, v_strides, b, h, first)
+    o = moved(o, o_strides, b, h, first)
     if rest is not None:
-        rest += b * o_b + h * o_h + first * o_n
+        rest = moved(rest, o_strides, b, h, first)
     below += pair * n + first
-    starts += pair * states * (D * E + D)
-    if CAUSAL:
-        starts += span.to(tl.int64) * (D * E + D)
-    if mask is not None:
-        mask += b * mask_b + first * mask_n
-    if segments is not None:
-        segments += b * segments_b
+    starts += state_at(pair, span, states, CAUSAL) * (D * E + D)
     s_mask = (at_d[:, None] < D) & (at_e[None, :] < E)
     s = tl.load(starts + s_at(at_d[:, None], at_e[None, :], E, CAUSAL), mask=s_mask, other=0.0)
     z = tl.load(starts + z_at(at_d, D, E, CAUSAL), mask=at_d < D, other=0.0)
     for i in range(0, SPAN // C):
         at_n = i * C + at_c
         there = at_n < left
-        fq = feature_rows(rows(q, q_n, q_d, at_n, at_d, there, D), at_d, there, D, MAP)
+        fq = feature_rows(rows(q, q_strides, at_n, at_d, there, D), at_d, there, D, MAP)
         read = fq
         if segments is not None:
-            ids = ids_of(segments, segments_n, span * SPAN, at_n, n)
-            before = id_at(segments, segments_n, span * SPAN + i * C - 1, n)
+            ids = ids_of(segments, segments_strides, b, span * SPAN, at_n, n)
+            before = id_at(segments, segments_strides, b, span * SPAN + i * C - 1, n)
             read = tl.where((ids == before)[:, None], fq, 0.0)
         d = tl.sum(read * z[None, :], 1) + eps
         total = tl.zeros([C, BE], tl.float32)
         total = product(read, s, total, MAP != 1, True, HALF, WIDE, PRECISION)
         if CAUSAL:
-            keep = kept(mask, mask_n, at_n, left)
-            fk = feature_columns(columns(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP)
-            x = rows(v, v_n, v_e, at_n, at_e, keep, E)
+            keep = kept(mask, mask_strides, b, first, at_n, left)
+            fk = feature_columns(columns(k, k_strides, at_n, at_d, keep, D), at_d, keep, D, MAP)
+            x = rows(v, v_strides, at_n, at_e, keep, E)
             meet = at_c[:, None] >= at_c[None, :]
             if segments is not None:
                 meet = meet & (ids[:, None] == ids[None, :])
@@ -409,16 +400,16 @@ def outputs_kernel(
             d += tl.sum(a, 1)
             total = product(a, x, total, True, False, HALF, WIDE, PRECISION)
             if segments is not None:
-                last = id_at(segments, segments_n, span * SPAN + i * C + C - 1, n)
+                last = id_at(segments, segments_strides, b, span * SPAN + i * C + C - 1, n)
                 fk = tl.where((ids == last)[None, :], fk, 0.0)
                 s = tl.where(before == last, s, 0.0)
                 z = tl.where(before == last, z, 0.0)
             s = product(fk, x, s, MAP != 1, False, HALF, WIDE, PRECISION)
             z += tl.sum(fk, 1)
         y = tl.where(d[:, None] == 0.0, 0.0, total / tl.where(d == 0.0, 1.0, d)[:, None])
-        y_mask = there[:, None] & (at_e[None, :] < E)
-        at = at_n[:, None] * o_n + at_e[None, :] * o_e
         out = stored(y, o, WIDE)
+        at = at_n[:, None] * o_strides[2] + at_e[None, :] * o_strides[3]
+        y_mask = there[:, None] & (at_e[None, :] < E)
         tl.store(o + at, out, mask=y_mask)
         if rest is not None:
             tl.store(rest + at, stored(y - out.to(tl.float32), rest, WIDE), mask=y_mask)
@@ -439,20 +430,10 @@ def grad_sums_kernel(
     n,
     spans,
     heads,
-    q_b,
-    q_h,
-    q_n,
-    q_d,
-    o_b,
-    o_h,
-    o_n,
-    o_e,
-    g_b,
-    g_h,
-    g_n,
-    g_e,
-    segments_b,
-    segments_n,
+    q_strides,
+    o_strides,
+    g_strides,
+    segments_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     MAP: tl.constexpr,
@@ -471,31 +452,30 @@ def grad_sums_kernel(
     block, span, pair, b, h = place(spans, heads, (D + BD - 1) // BD)
     first, left = span.to(tl.int64) * SPAN, n - span * SPAN
     at_d, at_e = block * BD + tl.arange(0, BD), tl.arange(0, BE)
-    q += b * q_b + h * q_h + first * q_n
-    o += b * o_b + h * o_h + first * o_n
+    q = moved(q, q_strides, b, h, first)
+    o = moved(o, o_strides, b, h, first)
     if rest is not None:
-        rest += b * o_b + h * o_h + first * o_n
-    g += b * g_b + h * g_h + first * g_n
+        rest = moved(rest, o_strides, b, h, first)
+    g = moved(g, g_strides, b, h, first)
     below += pair * n + first
     weights += pair * n + first
     if segments is not None:
-        segments += b * segments_b
-        before = id_at(segments, segments_n, span * SPAN - 1, n)
+        before = id_at(segments, segments_strides, b, span * SPAN - 1, n)
     s, z = tl.zeros([BD, BE], tl.float32), tl.zeros([BD], tl.float32)
     for i in range(0, SPAN // C):
         at_n = i * C + tl.arange(0, C)
         there = at_n < left
-        above = rows(g, g_n, g_e, at_n, at_e, there, E)
-        y = rows(o, o_n, o_e, at_n, at_e, there, E).to(tl.float32)
+        above = rows(g, g_strides, at_n, at_e, there, E)
+        y = rows(o, o_strides, at_n, at_e, there, E).to(tl.float32)
         if rest is not None:
-            y += rows(rest, o_n, o_e, at_n, at_e, there, E).to(tl.float32)
+            y += rows(rest, o_strides, at_n, at_e, there, E).to(tl.float32)
         w = -tl.sum(above.to(tl.float32) * y, 1)
         if block == 0:
             tl.store(weights + at_n, w, mask=there)
         reads = there
         if segments is not None:
-            reads = there & (ids_of(segments, segments_n, span * SPAN, at_n, n) == before)
-        fq = feature_columns(columns(q, q_n, q_d, at_n, at_d, reads, D), at_d, reads, D, MAP)
+            reads = there & (ids_of(segments, segments_strides, b, span * SPAN, at_n, n) == before)
+        fq = feature_columns(columns(q, q_strides, at_n, at_d, reads, D), at_d, reads, D, MAP)
         fq *= inverse(below, at_n, there)[None, :]
         s = product(fq, above, s, True, False, HALF, WIDE, PRECISION)
         z += tl.sum(fq * w[None, :], 1)
@@ -520,30 +500,13 @@ def grad_q_kernel(
     spans,
     states,
     heads,
-    q_b,
-    q_h,
-    q_n,
-    q_d,
-    k_b,
-    k_h,
-    k_n,
-    k_d,
-    v_b,
-    v_h,
-    v_n,
-    v_e,
-    g_b,
-    g_h,
-    g_n,
-    g_e,
-    dq_b,
-    dq_h,
-    dq_n,
-    dq_d,
-    mask_b,
-    mask_n,
-    segments_b,
-    segments_n,
+    q_strides,
+    k_strides,
+    v_strides,
+    g_strides,
+    dq_strides,
+    mask_strides,
+    segments_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     MAP: tl.constexpr,
@@ -560,37 +523,31 @@ def grad_q_kernel(
     block, span, pair, b, h = place(spans, heads, (D + BD - 1) // BD)
     first, left = span.to(tl.int64) * SPAN, n - span * SPAN
     at_c, at_d, at_e = tl.arange(0, C), block * BD + tl.arange(0, BD), tl.arange(0, BE)
-    q += b * q_b + h * q_h + first * q_n
-    k += b * k_b + h * k_h + first * k_n
-    v += b * v_b + h * v_h + first * v_n
-    g += b * g_b + h * g_h + first * g_n
-    dq += b * dq_b + h * dq_h + first * dq_n
+    q = moved(q, q_strides, b, h, first)
+    k = moved(k, k_strides, b, h, first)
+    v = moved(v, v_strides, b, h, first)
+    g = moved(g, g_strides, b, h, first)
+    dq = moved(dq, dq_strides, b, h, first)
     below += pair * n + first
     weights += pair * n + first
-    starts += pair * states * (D * E + D)
-    if CAUSAL:
-        starts += span.to(tl.int64) * (D * E + D)
-    if mask is not None:
-        mask += b * mask_b + first * mask_n
-    if segments is not None:
-        segments += b * segments_b
+    starts += state_at(pair, span, states, CAUSAL) * (D * E + D)
     s_mask = (at_d[None, :] < D) & (at_e[:, None] < E)
     s = tl.load(starts + s_at(at_d[None, :], at_e[:, None], E, CAUSAL), mask=s_mask, other=0.0)
     z = tl.load(starts + z_at(at_d, D, E, CAUSAL), mask=at_d < D, other=0.0)
     for i in range(0, SPAN // C):
         at_n = i * C + at_c
         there = at_n < left
-        above = rows(g, g_n, g_e, at_n, at_e, there, E)
+        above = rows(g, g_strides, at_n, at_e, there, E)
         w = tl.load(weights + at_n, mask=there, other=0.0)
         change = product(above, s, w[:, None] * z[None, :], False, True, HALF, WIDE, PRECISION)
         if segments is not None:
-            ids = ids_of(segments, segments_n, span * SPAN, at_n, n)
-            before = id_at(segments, segments_n, span * SPAN + i * C - 1, n)
+            ids = ids_of(segments, segments_strides, b, span * SPAN, at_n, n)
+            before = id_at(segments, segments_strides, b, span * SPAN + i * C - 1, n)
             change = tl.where((ids == before)[:, None], change, 0.0)
         if CAUSAL:
-            keep = kept(mask, mask_n, at_n, left)
-            fk = feature_rows(rows(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP)
-            x = columns(v, v_n, v_e, at_n, at_e, keep, E)
+            keep = kept(mask, mask_strides, b, first, at_n, left)
+            fk = feature_rows(rows(k, k_strides, at_n, at_d, keep, D), at_d, keep, D, MAP)
+            x = columns(v, v_strides, at_n, at_e, keep, E)
             meet = at_c[:, None] >= at_c[None, :]
             if segments is not None:
                 meet = meet & (ids[:, None] == ids[None, :])
@@ -598,16 +555,16 @@ def grad_q_kernel(
             a = tl.where(meet, a + w[:, None], 0.0)
             change = product(a, fk, change, True, MAP != 1, HALF, WIDE, PRECISION)
             if segments is not None:
-                last = id_at(segments, segments_n, span * SPAN + i * C + C - 1, n)
+                last = id_at(segments, segments_strides, b, span * SPAN + i * C + C - 1, n)
                 fk = tl.where((ids == last)[:, None], fk, 0.0)
                 s = tl.where(before == last, s, 0.0)
                 z = tl.where(before == last, z, 0.0)
             s = product(x, fk, s, False, MAP != 1, HALF, WIDE, PRECISION)
             z += tl.sum(fk, 0)
-        x = rows(q, q_n, q_d, at_n, at_d, there, D).to(tl.float32)
+        x = rows(q, q_strides, at_n, at_d, there, D).to(tl.float32)
         change *= inverse(below, at_n, there)[:, None]
         y = stored(change * slope(x, MAP), dq, WIDE)
-        tl.store(dq + at_n[:, None] * dq_n + at_d[None, :] * dq_d, y, mask=there[:, None] & (at_d[None, :] < D))
+        store_rows(dq, dq_strides, at_n, at_d, y, there, D)
 
 
 @triton.jit(do_not_specialize=["n", "spans", "states", "heads"])
@@ -626,30 +583,13 @@ def grad_k_kernel(
     spans,
     states,
     heads,
-    q_b,
-    q_h,
-    q_n,
-    q_d,
-    k_b,
-    k_h,
-    k_n,
-    k_d,
-    v_b,
-    v_h,
-    v_n,
-    v_e,
-    g_b,
-    g_h,
-    g_n,
-    g_e,
-    dk_b,
-    dk_h,
-    dk_n,
-    dk_d,
-    mask_b,
-    mask_n,
-    segments_b,
-    segments_n,
+    q_strides,
+    k_strides,
+    v_strides,
+    g_strides,
+    dk_strides,
+    mask_strides,
+    segments_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     MAP: tl.constexpr,
@@ -666,20 +606,14 @@ def grad_k_kernel(
     block, span, pair, b, h = place(spans, heads, (D + BD - 1) // BD)
     first, left = span.to(tl.int64) * SPAN, n - span * SPAN
     at_c, at_d, at_e = tl.arange(0, C), block * BD + tl.arange(0, BD), tl.arange(0, BE)
-    q += b * q_b + h * q_h + first * q_n
-    k += b * k_b + h * k_h + first * k_n
-    v += b * v_b + h * v_h + first * v_n
-    g += b * g_b + h * g_h + first * g_n
-    dk += b * dk_b + h * dk_h + first * dk_n
+    q = moved(q, q_strides, b, h, first)
+    k = moved(k, k_strides, b, h, first)
+    v = moved(v, v_strides, b, h, first)
+    g = moved(g, g_strides, b, h, first)
+    dk = moved(dk, dk_strides, b, h, first)
     below += pair * n + first
     weights += pair * n + first
-    ends += pair * states * (D * E + D)
-    if CAUSAL:
-        ends += span.to(tl.int64) * (D * E + D)
-    if mask is not None:
-        mask += b * mask_b + first * mask_n
-    if segments is not None:
-        segments += b * segments_b
+    ends += state_at(pair, span, states, CAUSAL) * (D * E + D)
     r_mask = (at_d[None, :] < D) & (at_e[:, None] < E)
     r = tl.load(ends + s_at(at_d[None, :], at_e[:, None], E, CAUSAL), mask=r_mask, other=0.0)
     u = tl.load(ends + z_at(at_d, D, E, CAUSAL), mask=at_d < D, other=0.0)
@@ -687,18 +621,18 @@ def grad_k_kernel(
         i = SPAN // C - 1 - j
         at_n = i * C + at_c
         there = at_n < left
-        keep = kept(mask, mask_n, at_n, left)
-        x = rows(v, v_n, v_e, at_n, at_e, keep, E)
+        keep = kept(mask, mask_strides, b, first, at_n, left)
+        x = rows(v, v_strides, at_n, at_e, keep, E)
         change = tl.zeros([C, BD], tl.float32) + u[None, :]
         change = product(x, r, change, False, True, HALF, WIDE, PRECISION)
         if segments is not None:
-            ids = ids_of(segments, segments_n, span * SPAN, at_n, n)
-            before = id_at(segments, segments_n, span * SPAN + i * C - 1, n)
-            last = id_at(segments, segments_n, span * SPAN + i * C + C - 1, n)
+            ids = ids_of(segments, segments_strides, b, span * SPAN, at_n, n)
+            before = id_at(segments, segments_strides, b, span * SPAN + i * C - 1, n)
+            last = id_at(segments, segments_strides, b, span * SPAN + i * C + C - 1, n)
             change = tl.where((ids == last)[:, None], change, 0.0)
         if CAUSAL:
-            fq = feature_rows(rows(q, q_n, q_d, at_n, at_d, there, D), at_d, there, D, MAP)
-            above = columns(g, g_n, g_e, at_n, at_e, there, E)
+            fq = feature_rows(rows(q, q_strides, at_n, at_d, there, D), at_d, there, D, MAP)
+            above = columns(g, g_strides, at_n, at_e, there, E)
             c = inverse(below, at_n, there)
             w = tl.load(weights + at_n, mask=there, other=0.0)
             meet = at_c[:, None] <= at_c[None, :]
@@ -714,9 +648,9 @@ def grad_k_kernel(
             fq *= c[:, None]
             r = product(above, fq, r, False, True, HALF, WIDE, PRECISION)
             u += tl.sum(fq * w[:, None], 0)
-        x = rows(k, k_n, k_d, at_n, at_d, keep, D).to(tl.float32)
+        x = rows(k, k_strides, at_n, at_d, keep, D).to(tl.float32)
         y = stored(tl.where(keep[:, None], change * slope(x, MAP), 0.0), dk, WIDE)
-        tl.store(dk + at_n[:, None] * dk_n + at_d[None, :] * dk_d, y, mask=there[:, None] & (at_d[None, :] < D))
+        store_rows(dk, dk_strides, at_n, at_d, y, there, D)
 
 
 @triton.jit(do_not_specialize=["n", "spans", "states", "heads"])
@@ -733,26 +667,12 @@ def grad_v_kernel(
     spans,
     states,
     heads,
-    q_b,
-    q_h,
-    q_n,
-    q_d,
-    k_b,
-    k_h,
-    k_n,
-    k_d,
-    g_b,
-    g_h,
-    g_n,
-    g_e,
-    dv_b,
-    dv_h,
-    dv_n,
-    dv_e,
-    mask_b,
-    mask_n,
-    segments_b,
-    segments_n,
+    q_strides,
+    k_strides,
+    g_strides,
+    dv_strides,
+    mask_strides,
+    segments_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     MAP: tl.constexpr,
@@ -769,35 +689,29 @@ def grad_v_kernel(
     block, span, pair, b, h = place(spans, heads, (E + BE - 1) // BE)
     first, left = span.to(tl.int64) * SPAN, n - span * SPAN
     at_c, at_d, at_e = tl.arange(0, C), tl.arange(0, BD), block * BE + tl.arange(0, BE)
-    q += b * q_b + h * q_h + first * q_n
-    k += b * k_b + h * k_h + first * k_n
-    g += b * g_b + h * g_h + first * g_n
-    dv += b * dv_b + h * dv_h + first * dv_n
+    q = moved(q, q_strides, b, h, first)
+    k = moved(k, k_strides, b, h, first)
+    g = moved(g, g_strides, b, h, first)
+    dv = moved(dv, dv_strides, b, h, first)
     below += pair * n + first
-    ends += pair * states * (D * E + D)
-    if CAUSAL:
-        ends += span.to(tl.int64) * (D * E + D)
-    if mask is not None:
-        mask += b * mask_b + first * mask_n
-    if segments is not None:
-        segments += b * segments_b
+    ends += state_at(pair, span, states, CAUSAL) * (D * E + D)
     r_mask = (at_d[:, None] < D) & (at_e[None, :] < E)
     r = tl.load(ends + s_at(at_d[:, None], at_e[None, :], E, CAUSAL), mask=r_mask, other=0.0)
     for j in range(0, SPAN // C):
         i = SPAN // C - 1 - j
         at_n = i * C + at_c
         there = at_n < left
-        keep = kept(mask, mask_n, at_n, left)
-        fk = feature_rows(rows(k, k_n, k_d, at_n, at_d, keep, D), at_d, keep, D, MAP)
+        keep = kept(mask, mask_strides, b, first, at_n, left)
+        fk = feature_rows(rows(k, k_strides, at_n, at_d, keep, D), at_d, keep, D, MAP)
         change = product(fk, r, tl.zeros([C, BE], tl.float32), MAP != 1, True, HALF, WIDE, PRECISION)
         if segments is not None:
-            ids = ids_of(segments, segments_n, span * SPAN, at_n, n)
-            before = id_at(segments, segments_n, span * SPAN + i * C - 1, n)
-            last = id_at(segments, segments_n, span * SPAN + i * C + C - 1, n)
+            ids = ids_of(segments, segments_strides, b, span * SPAN, at_n, n)
+            before = id_at(segments, segments_strides, b, span * SPAN + i * C - 1, n)
+            last = id_at(segments, segments_strides, b, span * SPAN + i * C + C - 1, n)
             change = tl.where((ids == last)[:, None], change, 0.0)
         if CAUSAL:
-            fq = feature_columns(columns(q, q_n, q_d, at_n, at_d, there, D), at_d, there, D, MAP)
-            above = rows(g, g_n, g_e, at_n, at_e, there, E)
+            fq = feature_columns(columns(q, q_strides, at_n, at_d, there, D), at_d, there, D, MAP)
+            above = rows(g, g_strides, at_n, at_e, there, E)
             c = inverse(below, at_n, there)
             meet = at_c[:, None] <= at_c[None, :]
             if segments is not None:
@@ -811,7 +725,7 @@ def grad_v_kernel(
             fq *= c[None, :]
             r = product(fq, above, r, True, False, HALF, WIDE, PRECISION)
         y = stored(tl.where(keep[:, None], change, 0.0), dv, WIDE)
-        tl.store(dv + at_n[:, None] * dv_n + at_e[None, :] * dv_e, y, mask=there[:, None] & (at_e[None, :] < E))
+        store_rows(dv, dv_strides, at_n, at_e, y, there, E)
 
 
 @triton.jit(do_not_specialize=["heads"])
@@ -824,26 +738,12 @@ def step_kernel(
     o,
     heads,
     eps,
-    q_b,
-    q_h,
-    q_d,
-    k_b,
-    k_h,
-    k_d,
-    v_b,
-    v_h,
-    v_e,
-    state_b,
-    state_h,
-    state_d,
-    state_e,
-    after_b,
-    after_h,
-    after_d,
-    after_e,
-    o_b,
-    o_h,
-    o_e,
+    q_strides,
+    k_strides,
+    v_strides,
+    state_strides,
+    after_strides,
+    o_strides,
     D: tl.constexpr,
     E: tl.constexpr,
     MAP: tl.constexpr,
@@ -856,11 +756,13 @@ def step_kernel(
     b, h = pair // heads, pair % heads
     at_d, at_e = tl.arange(0, BD), tl.arange(0, BE)
     in_d, in_e = at_d < D, at_e < E
-    state += b * state_b + h * state_h
-    after += b * after_b + h * after_h
-    xq = tl.load(q + b * q_b + h * q_h + at_d * q_d, mask=in_d, other=0.0).to(tl.float32)
-    xk = tl.load(k + b * k_b + h * k_h + at_d * k_d, mask=in_d, other=0.0).to(tl.float32)
-    x = tl.load(v + b * v_b + h * v_h + at_e * v_e, mask=in_e, other=0.0).to(tl.float32)
+    _, _, state_d, state_e = state_strides
+    _, _, after_d, after_e = after_strides
+    state = moved(state, state_strides, b, h, 0)
+    after = moved(after, after_strides, b, h, 0)
+    xq = tl.load(moved(q, q_strides, b, h, at_d), mask=in_d, other=0.0).to(tl.float32)
+    xk = tl.load(moved(k, k_strides, b, h, at_d), mask=in_d, other=0.0).to(tl.float32)
+    x = tl.load(moved(v, v_strides, b, h, at_e), mask=in_e, other=0.0).to(tl.float32)
     inside = in_d[:, None] & in_e[None, :]
     s = tl.load(state + at_d[:, None] * state_d + at_e[None, :] * state_e, mask=inside, other=0.0)
     z = tl.load(state + at_d * state_d + E * state_e, mask=in_d, other=0.0)
@@ -872,6 +774,6 @@ def step_kernel(
     d = tl.sum(fq * z, 0) + eps
     total = tl.sum(fq[:, None] * s, 0)
     y = tl.where(d == 0.0, 0.0, total / tl.where(d == 0.0, 1.0, d))
-    tl.store(o + b * o_b + h * o_h + at_e * o_e, stored(y, o, WIDE), mask=in_e)
+    tl.store(moved(o, o_strides, b, h, at_e), stored(y, o, WIDE), mask=in_e)
     tl.store(after + at_d[:, None] * after_d + at_e[None, :] * after_e, s, mask=inside)
     tl.store(after + at_d * after_d + E * after_e, z, mask=in_d)

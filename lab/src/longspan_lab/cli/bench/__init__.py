@@ -50,7 +50,7 @@ def subparser(name: str) -> Parser:
     kind = BENCHMARKS[name]
     parser = make(f"bench {name}", f"{kind.about[0].upper()}{kind.about[1:]}. {COMMON}", *kind.examples)
     kind.options(parser)
-    parser.add_argument("--out", type=str, default="bench", metavar="DIR", help="output directory")
+    parser.add_text("--out", "DIR", "output directory", default="bench")
     return parser
 
 

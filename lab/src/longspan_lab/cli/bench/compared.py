@@ -22,17 +22,13 @@ class Compared(Benchmark):
         parser.add_argument(
             "candidates", type=str, nargs="*", metavar="CANDIDATE", help=f"what to measure, by default {self.default}"
         )
-        parser.add_argument(
-            "--peers",
-            action="store_true",
-            help="also measure the libraries ft and performer, or those of the two that are candidates",
+        parser.add_flag(
+            "--peers", "also measure the libraries ft and performer, or those of the two that are candidates"
         )
-        parser.add_argument(
+        parser.add_text(
             "--peers-python",
-            type=str,
-            default="",
-            metavar="FILE",
-            help="the Python of the environment made by make peers; by default LONGSPAN_PEERS, or else "
+            "FILE",
+            "the Python of the environment made by make peers; by default LONGSPAN_PEERS, or else "
             ".venv-peers/bin/python",
         )
         add_flags(parser, self.module.Options)
@@ -79,13 +75,7 @@ class Decoding(Compared):
         super().options(parser)
         for field, (default, what) in SIZES.items():
             parser.add_argument(f"--{field}", type=positive_int(MOST), default=default, help=f"{what} of the decoder")
-        parser.add_argument(
-            "--like",
-            type=str,
-            default="",
-            metavar=MODEL,
-            help=f"use the sizes of a trained decoder: {model_help('mnist, text')}",
-        )
+        parser.add_text("--like", MODEL, f"use the sizes of a trained decoder: {model_help('mnist, text')}")
 
     def settings(self, args: Any) -> Any:
         """The settings of the benchmark. Raises ValueError for sizes that are given twice."""

@@ -26,20 +26,10 @@ class Serve(Benchmark):
             f"{Compared.model}",
         )
         streams, compared = (",".join(map(str, kind.streams)) for kind in (Options, Compared))
-        parser.add_argument(
-            "--streams",
-            type=str,
-            default="",
-            metavar="N,...",
-            help=f"numbers of streams; by default {streams}, with --peer {compared}",
-        )
+        parser.add_text("--streams", "N,...", f"numbers of streams; by default {streams}, with --peer {compared}")
         add_flags(parser, Options)
-        parser.add_argument(
-            "--peer",
-            type=str,
-            default="",
-            metavar="NAME",
-            help=f"compare longspan serve with another server on the same folder: {', '.join(PEERS)}",
+        parser.add_text(
+            "--peer", "NAME", f"compare longspan serve with another server on the same folder: {', '.join(PEERS)}"
         )
 
     def measure(self, args: Any) -> Measured:

@@ -38,12 +38,12 @@ class Clusters(Softmax, SequenceAttention):
     def __init__(
         self,
         clusters: int,
-        iterations: int,
-        bits: int,
-        hash_bias: bool,
-        softmax_temp: float | None,
-        attention_dropout: float,
-        event_dispatcher: str | EventDispatcher,
+        iterations: int = 10,
+        bits: int = 32,
+        hash_bias: bool = True,
+        softmax_temp: float | None = None,
+        attention_dropout: float = 0.1,
+        event_dispatcher: str | EventDispatcher = "",
     ):
         super().__init__(softmax_temp, attention_dropout, event_dispatcher)
         prototypes.check(clusters, bits, iterations)
@@ -77,18 +77,6 @@ class ClusteredAttention(Clusters):
     References:
         Vyas et al. 2020 (2007.04825), section 3.2.
     """
-
-    def __init__(
-        self,
-        clusters: int,
-        iterations: int = 10,
-        bits: int = 32,
-        hash_bias: bool = True,
-        softmax_temp: float | None = None,
-        attention_dropout: float = 0.1,
-        event_dispatcher: str | EventDispatcher = "",
-    ):
-        super().__init__(clusters, iterations, bits, hash_bias, softmax_temp, attention_dropout, event_dispatcher)
 
     def compute(self, queries: Tensor, keys: Tensor, values: Tensor, masks: Masks) -> Tensor:
         """Return (N,L,H,D) for queries (N,L,H,E), keys (N,S,H,E) and values (N,S,H,D); masked queries get zero.

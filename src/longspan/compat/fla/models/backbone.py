@@ -61,7 +61,7 @@ class BackboneFamily(Family):
 
 
 # Options of both model types, with their defaults.
-OPTIONS: dict[str, Any] = {
+OPTIONS = {
     "num_hidden_layers": 48,
     "norm_eps": 1e-5,
     "hidden_act": "silu",

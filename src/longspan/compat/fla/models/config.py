@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 # Options of all families with their defaults in flash-linear-attention.
-COMMON: dict[str, Any] = {
+COMMON = {
     "hidden_size": 2048,
     "num_hidden_layers": 24,
     "hidden_ratio": 4,

@@ -13,7 +13,7 @@ from .causal_lm import Body
 from .mixer import Call
 
 # Options of both with their defaults.
-OPTIONS: dict[str, Any] = {"hidden_act": "sqrelu", "norm_eps": 1e-5, "norm_first": True, "norm_bias": True}
+OPTIONS = {"hidden_act": "sqrelu", "norm_eps": 1e-5, "norm_first": True, "norm_bias": True}
 
 
 class RwkvState(NamedTuple):

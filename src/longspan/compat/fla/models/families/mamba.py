@@ -16,7 +16,7 @@ from ....transformers.loading import StrictLoading
 from ..config import WITHOUT_EFFECT, generic_fields, wrong_value
 
 # Options of both types with their defaults in flash-linear-attention.
-_SHARED: dict[str, Any] = {
+_SHARED = {
     "vocab_size": 32000,
     "hidden_size": 2048,
     "num_hidden_layers": 48,
@@ -42,7 +42,7 @@ _RENAMED = {
     "dt_init_floor": "time_step_floor",
     "dt_limit": "time_step_limit",
 }
-_TOKENS: dict[str, Any] = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}
 
 
 @dataclass(frozen=True)
