@@ -96,14 +96,16 @@ def _laws(path: Path, root: Path) -> list[str]:
     """The laws of a mechanism, or of the operations in a folder of ``ops``, one node id each."""
     name = re.search(r'^    name(?:, \w+)* = "(\w+)"', path.read_text(encoding="utf-8"), re.MULTILINE)
     if path.parent.name == "attention" and name is not None:
-        laws, wanted = root / "tests" / "attention" / "test_attention.py", rf"::test_law\[\w+-{name[1]}(\(.*\))?\]$"
+        laws = ["attention/test_attention.py", "attention/test_limits.py"]
+        wanted = rf"::test_law\[\w+-{name[1]}(\(.*\))?\]$|test_limits\.py::.*\[{name[1]}(\(.*)?[] ]"
     elif path.parent.parent.name == "ops" and path.parent.name in FAMILIES:
-        laws, wanted = root / "tests" / "ops" / "test_op_laws.py", rf"\[({FAMILIES[path.parent.name]})-"
+        laws, wanted = ["ops/test_op_laws.py"], rf"\[({FAMILIES[path.parent.name]})-"
     else:
         return []
-    if not laws.is_file():
+    files = [str(root / "tests" / one) for one in laws if (root / "tests" / one).is_file()]
+    if not files:
         return []
-    command = [*PYTEST, "--collect-only", "-o", "addopts=-q", str(laws)]
+    command = [*PYTEST, "--collect-only", "-o", "addopts=-q", *files]
     environment = os.environ | {"PYTHONPATH": str(root / "src")}
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     return [line for line in done.stdout.splitlines() if re.search(wanted, line)]

@@ -13,6 +13,7 @@ from longspan.attention import REGISTRY, Attention
 from longspan.attention.linear import Linear
 from longspan.models.config import StackConfig
 from longspan.models.stacks import Stack
+from longspan.states import nbytes
 
 # Where a law may excuse errors as magnified roundings: denominators of few Fourier features come near zero, and a token
 # between two clusters goes to the other one. All others are held to the fixed bounds.
@@ -109,6 +110,35 @@ def test_calls_with_a_mask_or_a_state_are_traced_with_their_gradients(name, monk
     monkeypatch.setattr(testing.software, "TRACER", "aot_eager")
     row = testing.check("compiles", longspan.mechanism_examples(name)[0])
     assert row.status != "failed", row.note
+
+
+# Mechanisms whose states keep something of every token.
+GROWING = {
+    "alibi",
+    "axial",
+    "bigbird",
+    "exact_topk",
+    "gaussian",
+    "informer",
+    "kernel",
+    "lowrank_band",
+    "memory_compressed",
+    "realformer",
+    "relative",
+    "sac",
+    "sinkhorn",
+    "softmax",
+    "sparse_transformer",
+    "synthesizer",
+    "talking_heads",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in longspan.list_mechanisms() if "causal" in REGISTRY[name].directions])
+def test_a_state_grows_only_where_tokens_are_kept(name):
+    module = longspan.build(longspan.mechanism_examples(name)[0], 8, 2)
+    few, many = (nbytes(module(torch.randn(1, n, 8), module.init_state(1))[1]) for n in (3, 90))
+    assert (few < many) == (name in GROWING)
 
 
 @pytest.mark.parametrize("name", api_snapshot.kept())

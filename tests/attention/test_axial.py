@@ -73,12 +73,6 @@ def test_two_layers_reach():
     assert product(columns, rows).equal(pairs(N, lambda i, j: j // C <= i // C and j % C <= i % C))
 
 
-def test_one_row_or_one_column_is_causal_softmax():
-    agree(build("axial(width=1)"), data(N), past(N))
-    agree(build("axial(width=41)", layer=1), data(N), past(N))
-    agree(build("axial(width=1, kind='cross')"), data(N), past(N))
-
-
 def test_layers_of_rows_keep_one_row():
     assert build(f"axial(width={C})", layer=1).init_state(2).keys.shape[2] == C
     assert isinstance(build(f"axial(width={C})").init_state(2), KeyValues)

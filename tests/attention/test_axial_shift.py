@@ -7,6 +7,7 @@ import longspan
 from longspan import patterns
 from longspan.states import nbytes
 from support.sparse import build, data
+from support.tensors import close, same
 
 N, WIDTHS = 17, (1, 3, 5, 19)  # one column; whole rows and a last one cut short; one row
 
@@ -41,34 +42,13 @@ def loops(module, x):
     return module.out((outer + inner).flatten(1))
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-
-
-def gradients(y, module, upstream):
-    wanted = list(module.parameters())
-    found = torch.autograd.grad(y, wanted, upstream, allow_unused=True)
-    return [torch.zeros_like(w) if g is None else g for w, g in zip(wanted, found, strict=True)]
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("backend", ["reference", "auto"])
 def test_it_equals_loops_over_the_grid(width, backend):
     for n in (N, 15, 1):
-        module, x, upstream = shifted(width), data(n), data(n, seed=9)
+        module, x = shifted(width), data(n)
         with longspan.backend(backend):
-            found = module(x)[0]
-            grads = gradients(found, module, upstream)
-        expected = torch.stack([loops(module, row) for row in x])
-        close(found, expected)
-        close(grads, gradients(expected, module, upstream))
-
-
-def test_one_row_is_causal_softmax():
-    module, x = shifted(19), data(N)
-    q, k, v = (part(x).unflatten(-1, (2, -1)).transpose(1, 2) for part in (module.query, module.key, module.value))
-    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    close(module(x)[0], module.out(o.transpose(1, 2).flatten(-2)))
+            same(module(x)[0], torch.stack([loops(module, row) for row in x]), module.parameters())
 
 
 def test_one_column_is_the_token_itself_and_causal_softmax_one_token_ago():
@@ -97,55 +77,6 @@ def test_the_row_above_does_not_see_the_current_row(width):
     for i in range(N):
         (found,) = torch.autograd.grad(above[i].square().sum(), x, retain_graph=True)
         assert (found[0].abs() > 1e-12).any(-1).equal(torch.arange(N) // width < i // width)
-
-
-@pytest.mark.parametrize("width", WIDTHS[:3])
-def test_masked_tokens_do_not_exist(width):
-    module, x, more = shifted(width), data(N), data(6, seed=3)
-    mask = torch.rand(2, N, generator=torch.Generator().manual_seed(5)) < 0.6
-    expected = [loops(module, torch.cat([x[b, mask[b]], more[b]])) for b in range(2)]
-    for cuts in ([N], [1] * N, [2, 6, 9]):
-        found, state = [], module.init_state(2)
-        for part, real in zip(x.split(cuts, 1), mask.split(cuts, 1), strict=True):
-            y, state = module(part, state, mask=real)
-            found.append(y)
-        y, _ = module(more, state)
-        for b in range(2):
-            close(torch.cat([torch.cat(found, 1)[b, mask[b]], y[b]]), expected[b])
-    for b in range(2):
-        close(module(x, mask=mask)[0][b, mask[b]], expected[b][: mask[b].sum()])
-    empty, state = module(x[:, :0], module.init_state(2), mask=mask[:, :0])
-    assert empty.shape == (2, 0, 6)
-    close(module(x, state)[0], module(x)[0])
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("donate", [False, True])
-def test_any_cut_into_calls_gives_one_answer(width, donate):
-    module, x = shifted(width), data(N)
-    expected = torch.stack([loops(module, row) for row in x])
-    with torch.no_grad():
-        for cuts in ([1] * N, [4, 1, 8, 4], [16, 1], [1, 16]):
-            found, state = [], module.init_state(2)
-            for part in x.split(cuts, 1):
-                y, state = module(part, state, donate=donate)
-                found.append(y)
-            close(torch.cat(found, 1), expected)
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_packed_sequences_begin_at_a_corner(width):
-    module, x, before, more = shifted(width), data(N), data(4, seed=2), data(6, seed=3)
-    segments = torch.tensor([[0] * 5 + [2] * 4 + [3] * 8, [1] * N])
-    _, state = module(before, module.init_state(2))
-    y, after = module(x, state, segments=segments)
-    close(y[0, :5], loops(module, torch.cat([before[0], x[0, :5]]))[4:])
-    close(y[1], loops(module, torch.cat([before[1], x[1]]))[4:])
-    then, alone = module(more, after)[0], module(x, segments=segments)[0]
-    for part in (slice(5, 9), slice(9, N)):
-        close(y[0, part], loops(module, x[0, part]))
-        close(alone[0, part], y[0, part])
-    close(then[0], loops(module, torch.cat([x[0, 9:], more[0]]))[8:])
 
 
 def test_all_but_the_keys_and_values_of_columns_is_bounded():

@@ -37,15 +37,6 @@ def test_it_equals_the_union_of_sets(causal, g, r, n):
     agree(module, data(n), torch.stack([bigbird_set(n, 5, 1, g, d, causal) for d in drawn]))
 
 
-def test_a_block_counts_once():
-    """A window, global blocks and random blocks that all hold the whole past: still plain softmax."""
-    agree(build("bigbird(block=5, window=17, globals=8, random=8)"), data(), past())
-
-
-def test_enough_random_blocks_see_all_keys():
-    agree(build("bigbird(block=5, window=1, globals=0, random=8)"), data(), past())
-
-
 def test_without_globals_and_random_blocks_it_keeps_a_ring():
     assert build("bigbird(block=5, globals=0, random=0)").init_state(1).keys.shape[2] == 10
     assert isinstance(build("bigbird(block=5, random=0)").init_state(1), KeyValues)

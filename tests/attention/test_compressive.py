@@ -94,19 +94,6 @@ def test_it_is_the_sum_over_tokens_and_entries_however_it_is_cut(options):
         torch.testing.assert_close(in_parts(module, x, cuts)[0][0], y, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("memory", "compressed"), [(4, 3), (1, 5), (3, 40)])
-@pytest.mark.parametrize("pool", ["mean", "max"])
-def test_runs_of_one_token_are_a_longer_memory(memory, compressed, pool):
-    module = build(f"memory={memory}, compressed={compressed}, rate=1, pool='{pool}'")
-    longer = longspan.build(f"transformer_xl(memory={memory + compressed})", DIM, HEADS).double()
-    longer.load_state_dict(module.state_dict())
-    x, record = data(2, N, DIM), {"penalty": None}
-    for cuts in CUTS:
-        torch.testing.assert_close(in_parts(module, x, cuts)[0], longer(x)[0], rtol=1e-11, atol=1e-11)
-    module(x, record=record)
-    assert record["penalty"] < 1e-25
-
-
 def test_blocks_of_a_long_sequence_are_one(monkeypatch):
     """Each block of queries finds its own entries, with or without a state before it."""
     from longspan.ops.softmax import relative

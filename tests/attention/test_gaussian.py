@@ -10,7 +10,6 @@ from support.hand import plain, read
 from support.tensors import data
 
 N = 11
-KINDS = ("learned", "fixed")
 
 
 def build(kind, causal=True):
@@ -28,14 +27,6 @@ def test_by_hand():
     # The second token sees two; sigmoid(0) of two is 1, the place as well as twice the deviation.
     far = math.exp(-2)
     assert read(learned, 1.0, 2.0) == pytest.approx([1.0, (far + 2) / (far + 1)])
-
-
-def test_a_bell_of_no_curvature_is_softmax():
-    module, other, x = build("fixed"), longspan.build("softmax", 6, 3).double(), data(2, N, 6)
-    torch.nn.init.zeros_(module.w)
-    torch.nn.init.constant_(module.b, -0.7)  # the same for all keys
-    other.load_state_dict({name: w for name, w in module.state_dict().items() if name not in ("w", "b")})
-    torch.testing.assert_close(module(x)[0], other(x)[0], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -50,12 +50,3 @@ def test_it_is_causal_in_the_order_of_blocks_and_not_in_raster_order():
     flat = build("image(kind='2d', block=(1, 3), memory=(3, 2), width=12)").key_pattern.dense(len(order))[0]
     place = patterns.block_order(*SHAPE, (1, 3)).argsort()
     assert not flat[place][:, place].triu(1).any()
-
-
-def test_one_block_that_covers_the_image_is_causal_softmax():
-    agree(build(f"image(block={N}, memory=0)"), data(N), past(N))
-    agree(build("image(kind='2d', block=(6, 12), memory=(0, 0), width=12)"), data(72), past(72))
-
-
-def test_blocks_of_one_pixel_are_a_band():
-    agree(build("image(block=1, memory=4)"), data(N), patterns.band(4).dense(N)[0])

@@ -152,12 +152,6 @@ def test_delta_adds_no_known_value_again():
     assert reads[True] < 0.8
 
 
-def test_a_state_is_as_large_after_any_number_of_tokens():
-    module = build("segment=6")
-    sizes = {longspan.states.nbytes(in_parts(module, data(1, n, DIM), [n])[1]) for n in (1, 5, 6, 7, 90)}
-    assert sizes == {longspan.states.nbytes(module.init_state(1))}
-
-
 def test_the_recent_sums_are_those_of_the_segment_that_is_not_complete():
     module, x = build("segment=6"), data(1, 21, DIM)
     _, state = in_parts(module, x, [4, 9, 8])

@@ -8,6 +8,7 @@ import torch
 import longspan
 from longspan.ops.compress import probsparse
 from support.sparse import build, by_hand, data, heads_of, past, softmax
+from support.tensors import same
 
 N = 29
 BOTH = pytest.mark.parametrize("causal", [True, False])
@@ -77,12 +78,7 @@ def test_it_equals_the_definition(options, causal, factor, n):
     active = chosen(module, measured(module, x))
     assert torch.equal(module.active(x), active)
     found, expected = module(x)[0], definition(module, x, active)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-    wanted, upstream = (x, *module.parameters()), data(n, seed=9)
-    grads = (
-        torch.autograd.grad(y, wanted, upstream, allow_unused=True, materialize_grads=True) for y in (found, expected)
-    )
-    torch.testing.assert_close(*grads, rtol=0, atol=1e-10)
+    same(found, expected, (x, *module.parameters()))
     with longspan.backend("reference"):
         torch.testing.assert_close(module(x)[0], expected, rtol=0, atol=1e-10)
 
@@ -98,25 +94,6 @@ def test_some_queries_are_active_and_some_are_not(causal):
         assert (active == 5).all()  # ceil(ln 70)
 
 
-@BOTH
-@pytest.mark.parametrize("given", ["nothing", "mask", "segments"])
-def test_the_recorded_matrix_gives_the_output(given, causal):
-    module, x = build("informer(factor=1)", causal=causal), data(N)
-    arguments, real = {}, torch.ones(2, N, dtype=torch.bool)
-    if given == "mask":
-        arguments, real = {"mask": MASK}, MASK
-    if given == "segments":
-        arguments = {"segments": torch.tensor([[0] * 7 + [1] * 22, [4] * N])}
-    record: dict = {}
-    y = module(x, record=record, **arguments)[0]
-    (v,) = heads_of(module, x, "value")
-    o = record["matrix"] @ v
-    torch.testing.assert_close(y[real], module.out(o.transpose(1, 2).flatten(-2))[real], rtol=0, atol=1e-10)
-    rows = record["matrix"].transpose(1, 2)[real]
-    torch.testing.assert_close(rows.sum(-1), torch.ones_like(rows[..., 0]), rtol=0, atol=1e-10)
-    assert not record["matrix"].masked_select(~record["mask"] & real[:, None, :, None]).any()
-
-
 def test_the_matrix_of_a_later_call_begins_with_the_slots():
     module, x, record = build("informer(factor=1)"), data(N), {}
     whole: dict = {}
@@ -128,30 +105,15 @@ def test_the_matrix_of_a_later_call_begins_with_the_slots():
 
 
 @BOTH
-def test_with_all_queries_active_it_is_softmax(causal):
-    module, other, x = build(f"informer(factor={N})", causal=causal), build("softmax", causal=causal), data(N)
-    other.load_state_dict(module.state_dict())
-    torch.testing.assert_close(module(x)[0], other(x)[0], rtol=0, atol=1e-10)
-    found, expected = (m(x, mask=MASK)[0] for m in (module, other))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-
-
-def test_published_with_all_queries_active_is_softmax():
-    module, other, x = build(f"informer(factor={N}, published=True)"), build("softmax"), data(N)
-    other.load_state_dict(module.state_dict())
-    torch.testing.assert_close(module(x)[0], other(x)[0], rtol=0, atol=1e-10)
-
-
-@BOTH
 def test_if_all_keys_are_drawn_the_layer_does_not_matter(causal):
     """The layer seeds the sampling. Draws are as many as keys up to 4 tokens, and for larger factors."""
     x = data(N)
-    for factor, same in ((1, False), (N, True)):
+    for factor, equal in ((1, False), (N, True)):
         q, k = heads_of(build("informer", causal=causal), x, "query", "key")
         at = torch.arange(N)[None]
         tokens = at + 1 if causal else torch.full_like(at, N)
         scores = [probsparse.measure(q, k, at, tokens, factor=factor, layer=layer) for layer in (0, 1)]
-        assert torch.allclose(*scores, rtol=0, atol=1e-12) is same
+        assert torch.allclose(*scores, rtol=0, atol=1e-12) is equal
 
 
 @BOTH
@@ -164,19 +126,6 @@ def test_values_of_one_give_one(causal):
         expected = module.out(torch.ones(6, dtype=torch.float64))
         even = torch.isclose(module(x)[0], expected, rtol=0, atol=1e-10).all(-1)
         assert bool(even.all()) is not options.startswith(",")
-
-
-@BOTH
-def test_padding_is_no_query_and_no_key(causal):
-    module, x = build("informer(factor=1)", causal=causal), data(N)
-    alone = module(x)[0]
-    torch.testing.assert_close(module(x, mask=torch.ones(2, N, dtype=torch.bool))[0], alone, rtol=0, atol=1e-12)
-    for left, right in ((1, 0), (2, 5), (0, 3)):
-        padded = torch.nn.functional.pad(x, (0, 0, left, right), value=7.0)
-        mask = torch.zeros(2, left + N + right, dtype=torch.bool)
-        mask[:, left : left + N] = True
-        y = module(padded, mask=mask)[0][:, left : left + N]
-        torch.testing.assert_close(y, alone, rtol=0, atol=1e-10)
 
 
 @FORMS
@@ -230,15 +179,6 @@ def test_more_queries_are_active_since_later_measures_are_larger():
     assert "about 150 of 1024" in " ".join((longspan.attention.informer.Informer.__doc__ or "").split())
 
 
-def test_the_default_does_not_look_at_later_measures():
-    """Every query's measure beaten by a later one, at every cut."""
-    module, x = build("informer(factor=1)"), data(N)
-    y = module(x)[0]
-    for t in range(1, N):
-        other = torch.cat([x[:, :t], 100 * data(N - t, seed=5)], 1)
-        torch.testing.assert_close(module(other)[0][:, :t], y[:, :t], rtol=0, atol=1e-12)
-
-
 @pytest.mark.parametrize("n", [0, 1, 2, 3, 17, 64, 100])
 def test_earlier_ones_are_counted(n):
     x = torch.randint(9, (2, 3, n), generator=torch.Generator().manual_seed(1)).double()  # many are equal
@@ -265,16 +205,6 @@ def test_counts_are_those_of_the_paper():
     numbers = torch.arange(3000)
     assert probsparse.counts(numbers, 3).tolist() == [probsparse.most(n, 3) for n in range(3000)]
     assert math.ceil(math.log(96)) == 5
-
-
-@pytest.mark.parametrize("cuts", [[1] * N, [2, 3, 24], [28, 1]])
-def test_steps_choose_among_all_so_far(cuts):
-    module, x = build("informer(factor=1)"), data(N)
-    state, outs = module.init_state(2), []
-    for part in x.split(cuts, 1):
-        y, state = module(part, state)
-        outs.append(y)
-    torch.testing.assert_close(torch.cat(outs, 1), module(x)[0], rtol=0, atol=1e-10)
 
 
 def test_the_published_form_has_no_state_and_no_matrix():

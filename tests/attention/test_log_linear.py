@@ -48,11 +48,3 @@ def test_is_the_sum_over_pairs(levels, key_heads, heads):
     y = (y + module.skip[:, None] * x).flatten(-2) * F.silu(module.out_gate(u))
     y = F.rms_norm(y.unflatten(-1, (key_heads, -1)), (16 // key_heads,), None, 1e-5).flatten(-2)
     torch.testing.assert_close(module(u)[0], module.out(y * module.scale))
-
-
-def test_the_state_has_a_constant_size():
-    module, x = seeded("log_linear(levels=4, channels=3)")
-    state = module.init_state(len(x))
-    _, after = module(x, state)
-    assert [t.shape for t in after] == [t.shape for t in state]
-    assert after.tokens.tolist() == [N, N]

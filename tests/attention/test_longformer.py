@@ -6,6 +6,7 @@ import torch
 import longspan
 from support.hand import plain, read
 from support.sparse import build, data, heads_of, pairs, past, softmax
+from support.tensors import same
 
 N = 37
 FORMS = [(3, 2, 1), (3, 9, 1), (2, 2, 3), (0, 1, 1), (4, 41, 1)]  # window, globals, dilation; globals in and out of it
@@ -46,15 +47,7 @@ def test_by_hand():
 @pytest.mark.parametrize("form", FORMS)
 def test_it_equals_the_definition(form, causal):
     module, x = make(*form, causal=causal), data(N)
-    found, expected = module(x)[0], oracle(module, x, causal)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-    wanted = list(module.parameters())
-    both = (
-        torch.autograd.grad(y, wanted, data(N, seed=9), materialize_grads=True, allow_unused=True)
-        for y in (found, expected)
-    )
-    for a, b in zip(*both, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+    same(module(x)[0], oracle(module, x, causal), module.parameters())
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -121,18 +114,6 @@ def test_rows_of_unlike_length_share_a_call(monkeypatch, gradients):
         upstream, wanted = data(N - 11, batch=1, seed=9), list(module.parameters())
         for a, b in zip(*(torch.autograd.grad(o, wanted, upstream) for o in (y[1:, 11:], expected)), strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
-
-
-def test_a_packed_call_continues_the_state_and_returns_that_of_the_last_sequence():
-    module, x = make(2, 3, 1), data(N)
-    segments = torch.tensor([[0] * 4 + [1] * 13, [0] * 17])
-    _, state = module(x[:, :9], module.init_state(2))
-    y, state = module(x[:, 9:26], state, segments=segments)
-    after, _ = module(x[:, 26:], state)
-    first, second = oracle(module, x[:, :13], True), oracle(module, x[:1, 13:], True)
-    torch.testing.assert_close(y[:, :4], first[:, 9:], rtol=0, atol=1e-10)
-    torch.testing.assert_close(torch.cat([y[:1, 4:], after[:1]], 1), second, rtol=0, atol=1e-10)
-    torch.testing.assert_close(torch.cat([y[1:], after[1:]], 1), oracle(module, x[1:], True)[:, 9:], rtol=0, atol=1e-10)
 
 
 def test_the_state_does_not_grow():

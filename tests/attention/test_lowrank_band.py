@@ -7,7 +7,7 @@ import torch
 
 import longspan
 from support.hand import plain, read
-from support.tensors import data
+from support.tensors import data, same
 
 N = 13
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 8, [False] + [True] * 12])
@@ -55,10 +55,7 @@ def test_it_equals_the_definition(causal, rank):
         x = data(2, N, 6).requires_grad_()
         mask, segments = arguments.get("mask", everything), arguments.get("segments", torch.zeros_like(SEGMENTS))
         found, expected = module(x, **arguments)[0][mask], definition(module, x, mask, segments)[mask]
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-        wanted, upstream = (x, *module.parameters()), data(*found.shape, seed=1)
-        grads = [torch.autograd.grad(y, wanted, upstream, retain_graph=True) for y in (found, expected)]
-        torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+        same(found, expected, (x, *module.parameters()))
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -52,14 +52,6 @@ def test_initialization():
     assert "a_log" in module.no_decay
 
 
-def test_the_size_of_the_state_is_constant():
-    module, x = seeded("mamba")
-    state = module.init_state(len(x))
-    _, after = module(x, state)
-    for one in (state, after):
-        assert [tuple(t.shape) for t in one] == [(2, 3, 16), (2, 16, 16)]
-
-
 def test_heads_have_no_effect():
     (one, x), (two, _) = seeded("mamba", DIM, 1), seeded("mamba", DIM, 4)
     assert one(x)[0].equal(two(x)[0])

@@ -76,30 +76,6 @@ def test_is_the_recurrence_with_all_gradients(spec, heads):
         torch.testing.assert_close(got, expected)
 
 
-def test_packed_padded_and_continued_rows_equal_separate_ones():
-    module, x = seeded("mamba3(channels=4)")
-    fill(module, dt_bias=0.5)
-    segments = torch.tensor([[0] * 5 + [1] * 8, [2] * 9 + [3] * 4])
-    mask = torch.ones(B, N, dtype=torch.bool)
-    mask[0, 3:7] = mask[1, 8:10] = False  # the last token of a sequence, and the first of the next one
-    y, state = module(x, module.init_state(B), mask=mask, segments=segments)
-    for row in range(B):
-        for number in segments[row].unique():
-            own = (segments[row] == number) & mask[row]
-            alone, end = module(x[row : row + 1, own], module.init_state(1))
-            torch.testing.assert_close(y[row : row + 1, own], alone)
-        for got, expected in zip(state, end, strict=True):
-            torch.testing.assert_close(got[row : row + 1], expected)
-
-
-def test_masked_rows_keep_their_state():
-    module, x = seeded("mamba3(channels=4)")
-    _, before = module(x, module.init_state(B))
-    _, state = module(x, before, mask=torch.zeros(B, N, dtype=torch.bool))
-    for got, expected in zip(state, before, strict=True):
-        torch.testing.assert_close(got, expected)
-
-
 def test_initialization():
     module = longspan.build("mamba3", 64, 64)
     dt = F.softplus(module.dt_bias)

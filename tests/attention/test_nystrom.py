@@ -8,7 +8,7 @@ import torch
 import longspan
 from longspan.ops.compress import inverse, landmarks
 from longspan.ops.tensors import merge, split
-from support.tensors import close, data
+from support.tensors import close, data, same
 
 MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
 N = 11
@@ -50,27 +50,7 @@ def test_it_equals_the_definition(options):
     expected = module.out(merge(p @ split(module.value(x), 2)))
     close(record["matrix"], p)
     assert record["mask"].all()
-    close(found, expected)
-    wanted, upstream = (x, *module.parameters()), data(2, N, 6, seed=1)
-    close(*(torch.autograd.grad(y, wanted, upstream, retain_graph=True) for y in (found, expected)), 1e-9)
-
-
-@pytest.mark.parametrize("options", ["landmarks=3", "landmarks=4, iterations=0", "landmarks=3, convolution=5"])
-def test_padded_and_packed_rows_equal_separate_rows(options):
-    module, x = build(options), data(2, N, 6)
-    segments = torch.tensor([[0] * 4 + [2] * 7, [1] * 11])
-    for arguments in ({"mask": MASK}, {"segments": segments}, {"mask": MASK, "segments": segments}):
-        record, real = {}, arguments.get("mask", torch.ones_like(MASK))
-        ids = torch.where(real, arguments.get("segments", torch.zeros_like(segments)), -1)
-        y = module(x, record=record, **arguments)[0]
-        close(y[real], module.out(merge(record["matrix"] @ split(module.value(x), 2)))[real])
-        assert not record["matrix"].masked_select(~record["mask"]).any()
-        for row in range(2):
-            for number in set(ids[row].tolist()) - {-1}:
-                own = ids[row] == number
-                alone = {}
-                close(y[row, own], module(x[row : row + 1, own], record=alone)[0][0])
-                close(record["matrix"][row][:, own][..., own], alone["matrix"][0])
+    same(found, expected, (x, *module.parameters()))
 
 
 @pytest.mark.parametrize("iterations", [0, 6])

@@ -7,7 +7,6 @@ import torch
 
 import longspan
 from longspan import testing
-from longspan.ops.backends import backend
 from longspan.ops.linear import random_features as rf
 from longspan.ops.linear import stabilized
 from support.tensors import data
@@ -207,38 +206,10 @@ class TestRows:
         assert torch.equal(again(x)[0], third)
         assert torch.equal(torch.get_rng_state(), before)
 
-    @pytest.mark.parametrize("name", ["performer", "fourier"])
-    def test_rows_differ_by_seed_layer_and_head(self, name):
-        modules = [make(name), make(name, layer=1, depth=2), make(f"{name}(seed=1)")]
-        heads = torch.cat([module.projection for module in modules])
-        assert len({head.sum().item() for head in heads}) == 6
-        assert torch.equal(make(name, seed=9).projection, modules[0].projection)
-
-    @pytest.mark.parametrize("name", ["performer", "fourier"])
-    def test_rows_are_saved_with_the_weights(self, name):
-        module, other, x = make(name), make(f"{name}(seed=4)", seed=4), data(2, 5, 8)
-        other.load_state_dict(module.state_dict())
-        assert torch.equal(other(x)[0], module(x)[0])
-        assert module.projection.shape == (2, rf.enough(4), 4)
-        assert not module.projection.requires_grad
-
 
 def test_features_are_counted_in_rows():
     sizes = {name: make(f"performer(map={name!r}, features=5)").init_state(1)[0].shape[2] for name in MAPS}
     assert sizes == {"positive": 5, "hyperbolic": 10, "trigonometric": 10, "exp": 5, "relu": 5}
-
-
-def test_the_reference_backend_supports_every_form():
-    module, x = make("performer"), data(2, 9, 8)
-    with backend("reference"):
-        expected = module(x)[0]
-    torch.testing.assert_close(module(x)[0], expected)
-
-
-def test_layers_of_a_stack_have_different_rows():
-    stack = longspan.Stack(longspan.StackConfig(dim=8, depth=2, heads=2, feedforward=8, attention="performer"))
-    first, second = (attention.projection for attention in stack.attentions())
-    assert not torch.equal(first, second)
 
 
 def test_a_denominator_of_zero_counts_as_positive():

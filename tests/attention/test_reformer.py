@@ -7,7 +7,7 @@ from torch.utils.checkpoint import checkpoint
 import longspan
 from longspan.ops import buckets as op
 from longspan.ops.tensors import merge, split
-from support.tensors import data
+from support.tensors import data, same
 
 N = 37
 MASK = torch.tensor([[True] * 5 + [False] * 3 + [True] * 29, [False] * 2 + [True] * 35])
@@ -66,16 +66,14 @@ def test_by_hand():
 def test_it_is_softmax_under_the_recorded_mask(spec, causal):
     """Outputs and gradients; the mask is the union of the rounds."""
     module, x = build(spec, causal=causal), data(2, N, 6).requires_grad_()
-    wanted, upstream = [x, *module.parameters()], data(2, N, 6, seed=1)
+    wanted = [x, *module.parameters()]
     for given in ({}, {"mask": MASK}):
         record, real = {}, given.get("mask", torch.ones_like(MASK))
         y = module(x, record=record, **given)[0]
         expected, matrix = definition(module, x, record["mask"])
-        torch.testing.assert_close(y[real], expected[real], rtol=1e-10, atol=1e-10)
         pairs = real[:, None, :, None]
         torch.testing.assert_close(record["matrix"] * pairs, matrix * pairs, rtol=1e-10, atol=1e-10)
-        grads = [torch.autograd.grad((o * upstream)[real].sum(), wanted, retain_graph=True) for o in (y, expected)]
-        torch.testing.assert_close(*grads, rtol=1e-10, atol=1e-10)
+        same(y[real], expected[real], wanted)
     record, reader = {}, module.reader()
     module(x, record=record)
     groups = module.hash(split(module.query(x), 2))
@@ -155,18 +153,6 @@ class TestHash:
         assert set(found.flatten().tolist()) == set(range(24))
         assert build("reformer(buckets=24)", 32, 2).rotations.shape[-1] == 12 > y.shape[-1] == 5
 
-    def test_rotations_depend_on_seed_and_layer_and_are_saved(self):
-        one, again, layer, seed = (
-            build(spec, 32, 2, layer=layer)
-            for spec, layer in (("reformer", 1), ("reformer", 1), ("reformer", 2), ("reformer(seed=1)", 1))
-        )
-        assert torch.equal(one.rotations, again.rotations)
-        assert not torch.equal(one.rotations, layer.rotations)
-        assert not torch.equal(one.rotations, seed.rotations)
-        layer.load_state_dict(one.state_dict())
-        assert torch.equal(one.rotations, layer.rotations)
-        assert abs(float(one.rotations.std()) - 1) < 0.05
-
     def test_a_call_changes_no_buffer(self):
         module, x = build().train(), data(2, N, 6)
         before = {name: value.clone() for name, value in module.state_dict().items()}
@@ -201,14 +187,6 @@ class TestLeaks:
 
 
 class TestState:
-    def test_it_does_not_grow(self):
-        module = build()
-        state = module.init_state(2)
-        assert state.keys.shape == (2, 2, 3, 4, 6, 3)
-        _, after = module(data(2, 300, 6), state)
-        assert longspan.states.nbytes(after) == longspan.states.nbytes(state)
-        assert after.counts.sum(-1).unique().tolist() == [300]
-
     def test_a_step_records_what_it_reads(self):
         """With a state the record begins with its slots; the weights equal those of the whole sequence."""
         module, x = build(), data(2, N, 6)

@@ -148,21 +148,6 @@ def test_a_context_is_read_without_the_gate():
     torch.testing.assert_close(gated(x, state)[0], y)
 
 
-def test_rows_depend_on_seed_layer_and_head_only():
-    rows = longspan.build("rfa(seed=3)", DIM, HEADS).projection.clone()
-    assert torch.equal(rows, longspan.build("rfa(seed=3)", DIM, HEADS).projection)
-    assert rows.shape == (HEADS, DIM // HEADS, DIM // HEADS)
-    others = [longspan.build("rfa(seed=4)", DIM, HEADS), longspan.build("rfa(seed=3)", DIM, HEADS, layer=1)]
-    assert not any(torch.equal(rows, other.projection) for other in others)
-    assert not torch.equal(rows[0], rows[1])
-    module = longspan.build("rfa(seed=3)", DIM, HEADS)
-    module.redraw(5)
-    assert not torch.equal(rows, module.projection)
-    module.redraw(0)
-    assert torch.equal(rows, module.projection)
-    assert "projection" in module.state_dict()
-
-
 def test_a_gate_needs_an_order():
     with pytest.raises(ValueError, match="gate=True needs causal=True"):
         longspan.build("rfa(gate=True)", DIM, HEADS, causal=False)

@@ -9,7 +9,7 @@ import torch
 
 import longspan
 from longspan.ops.compress import sinkhorn as op
-from support.tensors import data
+from support.tensors import data, same
 
 N, B = 13, 4  # the last of 4 blocks has one token
 U = -(-N // B)
@@ -72,10 +72,7 @@ class TestGivenSorting:
             found = op.attend(q, k, v, sort, B, **form)
             units = torch.eye(N, dtype=torch.float64).expand(2, 3, N, N)
             torch.testing.assert_close(op.attend(q, k, units, sort, B, **form), matrix, rtol=0, atol=1e-12)
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-        upstream = data(*found.shape, seed=5)
-        grads = [torch.autograd.grad(y, wanted, upstream, retain_graph=True) for y in (found, expected)]
-        torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-9)
+        same(found, expected, wanted)
 
     def test_the_identity_is_local_attention(self):
         """Every key of the own block occurs twice, which does not change the softmax."""
@@ -222,13 +219,6 @@ class TestMechanism:
         y = module(x, record=record)[0]
         torch.testing.assert_close(record["matrix"], matrix, rtol=0, atol=1e-12)
         torch.testing.assert_close(y, module.out(o.transpose(1, 2).flatten(-2)), rtol=0, atol=1e-12)
-
-    def test_later_tokens_have_no_effect(self):
-        module, x = build("block=3, iterations=4"), data(1, 41, 6)
-        y = module(x)[0]
-        for t in range(1, 41):
-            moved = torch.cat([x[:, :t], 3 * data(1, 41 - t, 6, seed=t)], 1)
-            assert torch.equal(module(moved)[0][:, :t], y[:, :t])
 
     @pytest.mark.parametrize("options", ["block=4, cut=2", "block=4, cut=1, iterations=0", "block=4"])
     def test_padded_and_packed_rows_are_rows_alone(self, options):

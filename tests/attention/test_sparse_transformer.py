@@ -46,12 +46,6 @@ def test_two_fixed_steps_need_both_sets_in_each():
     assert product(both, both).equal(past())
 
 
-@pytest.mark.parametrize("integration", ["merged", "per_head", "interleaved"])
-def test_a_block_that_covers_all_is_causal_softmax(integration):
-    """A1 is then the whole past, and one head has only A1."""
-    agree(build(f"sparse_transformer(block=41, integration={integration!r})", heads=1), data(), past())
-
-
 def test_with_one_set_for_all_heads_the_integrations_coincide():
     """With stride 1, merged and the head of A2 see the whole past; A1 is only the token."""
     agree(build("sparse_transformer(block=1, integration='merged')"), data(), past())

@@ -105,21 +105,6 @@ def test_it_equals_loops(kind, causal):
         torch.testing.assert_close(found[real], expected[real], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", KINDS + MIXTURES)
-def test_steps_and_packed_calls_read_on_at_their_positions(kind):
-    module, x = build(kind, length=17), data(2, N, 6)
-    whole = module(x)[0]
-    with torch.no_grad():
-        _, state = module(x[:, :5], module.init_state(2))
-        torch.testing.assert_close(module(x[:, 5:], state)[0], whole[:, 5:], rtol=1e-10, atol=1e-10)
-        # The first segment continues the state at position 5; the second one starts at 0.
-        segments = torch.tensor([[0] * 4 + [1] * 2] * 2)
-        y, after = module(x[:, 5:], state, segments=segments)
-        torch.testing.assert_close(y[:, :4], whole[:, 5:9], rtol=1e-10, atol=1e-10)
-        torch.testing.assert_close(y[:, 4:], module(x[:, 9:])[0], rtol=1e-10, atol=1e-10)
-        assert after.length.tolist() == [2, 2]
-
-
 @pytest.mark.parametrize("kind", ["random", "factored_random"])
 def test_equal_scores_give_the_mean_so_far(kind):
     """As in ``average``: each token reads the mean of the values so far."""

@@ -86,21 +86,6 @@ def test_by_hand():
     torch.testing.assert_close(y[0, 1], torch.tensor([5 / 4, 1 / 4]).double(), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_heads_without_mixing_are_softmax(causal):
-    module, x = build(torch.eye(HEADS), torch.eye(HEADS), causal=causal), data(2, 11, 6)
-    other = softmax(module, causal)
-    for arguments in ({}, {"mask": MASK}, {"segments": SEGMENTS}, {"context": data(2, 7, 6, seed=3)}):
-        torch.testing.assert_close(module(x, **arguments)[0], other(x, **arguments)[0], rtol=1e-10, atol=1e-10)
-
-
-def test_a_permutation_and_its_inverse_are_softmax():
-    order = torch.tensor([2, 0, 1])
-    permutation, x = torch.eye(HEADS)[:, order], data(2, 11, 6)
-    module = build(permutation, permutation.T)
-    torch.testing.assert_close(module(x)[0], softmax(module)(x)[0], rtol=1e-10, atol=1e-10)
-
-
 def test_a_permutation_of_scores_permutes_queries_and_keys():
     """Head g has the weights of head order[g], and its own values."""
     order = torch.tensor([2, 0, 1])

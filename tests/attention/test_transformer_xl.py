@@ -106,12 +106,6 @@ def test_the_bidirectional_form_ends_with_its_real_tokens():
         torch.testing.assert_close(y[:, part][:, kept], module(x[:, part][:, kept])[0], rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("split", range(1, N))
-def test_two_segments_with_a_memory_are_one_pass(split):
-    module, x = build(f"memory={N}"), data(2, N, DIM)
-    torch.testing.assert_close(run(module, x, [split, N - split])[0], module(x)[0], rtol=1e-12, atol=1e-12)
-
-
 @pytest.mark.parametrize("split", [1, 9, 22])
 @pytest.mark.parametrize("options", ["memory=6", "memory=30", "memory=4, same_length=False, segment=5"])
 def test_gradients_are_those_of_one_pass_whose_first_segment_is_detached(options, split):
@@ -155,18 +149,6 @@ def test_the_memory_is_the_inputs():
     torch.testing.assert_close(state.hidden[0], x[0, mask[0]][-6:], rtol=0, atol=0)
     torch.testing.assert_close(state.hidden[1], x[1, -6:], rtol=0, atol=0)
     assert state.position.tolist() == [N - 3, N]
-
-
-def test_documents_reset_the_memory():
-    module, x = build("memory=100"), data(1, N, DIM)
-    segments = torch.tensor([[0] * 9 + [1] * (N - 9)])
-    _, state = module(data(1, 7, DIM, seed=3), module.init_state(1))
-    y, after = module(x, state, segments=segments)
-    torch.testing.assert_close(y[:, 9:], module(x[:, 9:])[0], rtol=1e-11, atol=1e-11)
-    torch.testing.assert_close(y[:, :9], module(x[:, :9], state)[0], rtol=1e-11, atol=1e-11)
-    more = data(1, 4, DIM, seed=4)
-    alone = module(torch.cat([x[:, 9:], more], 1))[0][:, -4:]
-    torch.testing.assert_close(module(more, after)[0], alone, rtol=1e-11, atol=1e-11)
 
 
 @pytest.mark.parametrize("options", ["memory=6", "memory=4, same_length=False, segment=5", "memory=6, clamp=2"])

@@ -1,10 +1,7 @@
 """``longspan bench``: its files are whole, its figures follow from what was measured, and it refuses what is wrong."""
 
-import csv
 import importlib.util
-import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,19 +32,16 @@ from longspan_lab.bench import (
     report,
 )
 from longspan_lab.cli import bench
+from support.bench import in_quiet, run_into_o, weigh_nothing
 
-TINY = ["--rounds", "1", "--out", "o", "--debug"]
 MODEL = ["--dim", "6", "--depth", "1", "--heads", "2", "--feedforward", "5"]
 
 
 @pytest.fixture(autouse=True)
 def at(tmp_path, monkeypatch):
     """A separate folder, products that are soon done, and a machine that is always quiet."""
-    monkeypatch.setenv("COLUMNS", "1000")
-    monkeypatch.chdir(tmp_path)
+    in_quiet(tmp_path, monkeypatch)
     monkeypatch.setattr(limits, "gemms", lambda dtype: {"gemm 8": case.bound(limits.gemm(8, dtype))})
-    monkeypatch.setattr(guard.Guard, "quiet", lambda self: True)
-    monkeypatch.setattr(candidates, "LEAST", 0.0)
     monkeypatch.setattr(candidates, "SETTLE", 0.0)
     return tmp_path
 
@@ -62,23 +56,14 @@ def other(monkeypatch):
 
 @pytest.fixture
 def weightless(monkeypatch):
-    """No process is started for memory."""
-    monkeypatch.setattr(candidates.Process, "ask", lambda self, **request: {"mb": 3.0})
+    weigh_nothing(monkeypatch)
 
 
 def ran(capsys, *words, code=0):
-    """A run: what was printed, its JSON; the CSV holds the same rows, and the picture is one."""
-    assert main(["bench", *words, *TINY]) == code
-    out, err = capsys.readouterr()
-    assert not err
-    result = json.loads(Path(f"o/{words[0]}.json").read_text(encoding="utf-8"))
-    rows = list(csv.DictReader(Path(f"o/{words[0]}.csv").read_text(encoding="utf-8").splitlines()))
-    assert len(rows) == len(result["rows"]) > 0
-    for read, row in zip(rows, result["rows"], strict=True):
-        assert {name: text for name, text in read.items() if text} == {k: str(v) for k, v in row.items()}
+    """A run of one round, whose picture shows something."""
+    out, result = run_into_o(capsys, *words, "--rounds", "1", code=code)
     with Image.open(f"o/{words[0]}.png") as image:
         picture = np.asarray(image.convert("L"))
-    assert min(picture.shape) > 300
     assert len(np.unique(picture)) > 20
     assert {"processor", "cores", "threads", "load", "torch"} <= set(result["machine"])
     assert f"{sum(row['samples'] for row in result['rows'])} kept" in out
@@ -417,6 +402,25 @@ MISTAKES = {
     "generate --dim 7": "dim=7 is not a multiple of heads=8",
     "generate linear(eps=0.1)": "whole decoders are measured for linear and softmax",
     "generate linear@fast": "unknown suffix of a candidate 'fast'",
+    "members --members linaer": "unknown attention 'linaer' (did you mean 'linear'?)",
+    "members --members linear;": "empty spec in 'linear;'",
+    "members --members linear(x=1)": "linear has no option 'x'",
+    "members --dim 7": "dim=7 is not a multiple of heads=4",
+    "members --heads 0": "--heads=0 must be at least 1",
+    "members --limit 0": "--limit=0.0 must be a positive number of seconds",
+    "members --lengths x": "--lengths=x: expected positive integers",
+    "pattern --patterns bond(3)": "unknown name 'bond' (did you mean 'band'?)",
+    "pattern --patterns band(3);;causal": "empty spec in 'band(3);;causal'",
+    "pattern --patterns 3": "'3' is not a pattern; write one like 'band(256) | strided(64)'",
+    "pattern --matrix -1": "--matrix=-1 must not be negative",
+    "pattern --lengths 0": "--lengths=0: expected positive integers",
+    "pattern --rounds 0": "--rounds=0 must be at least 1",
+    "pattern --limit 0": "--limit=0.0 must be a positive number of seconds",
+    "depth --depths 2,x": "--depths=2,x: expected positive integers",
+    "depth --limit 0": "--limit=0.0 must be a positive number of MB",
+    "depth --length 0": "length",
+    "depth --dim 8 --heads 3": "dim=8 is not a multiple of heads=3",
+    "depth --attention linaer": "linaer",
     "limits --rounds 0": "--rounds=0 must be at least 1",
     "limits linear": "unrecognized arguments: linear",
 }
@@ -431,6 +435,7 @@ def test_a_mistake_is_one_line_and_code_2(line, at, capsys):
     assert err.startswith("longspan: error: ")
     assert MISTAKES[line] in err
     assert err.count("\n") == 1
+    assert not list(at.rglob("*.json"))
 
 
 def test_peers_may_be_named_by_the_environment(capsys, monkeypatch):

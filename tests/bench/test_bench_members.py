@@ -1,6 +1,5 @@
 """``longspan bench members``: every mechanism takes part, nothing is dropped in silence, figures follow from rows."""
 
-import csv
 import json
 import re
 from pathlib import Path
@@ -10,44 +9,31 @@ import torch
 
 pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longspan[plot]")
 
-from PIL import Image
 
 import longspan
 from longspan.attention.families import FAMILIES
 from longspan.attention.registry import mechanism
-from longspan.cli.entry import INTERRUPTED, WRONG, main
+from longspan.cli.entry import INTERRUPTED, main
 from longspan.states import nbytes
-from longspan_lab.bench import candidates, case, figures, guard, members
+from longspan_lab.bench import candidates, case, figures, members
+from support.bench import in_quiet, run_into_o, weigh_nothing
 
-SMALL = ["--dim", "8", "--heads", "2", "--rounds", "1", "--out", "o", "--debug"]
+SMALL = ["--dim", "8", "--heads", "2", "--rounds", "1"]
 
 
 @pytest.fixture(autouse=True)
 def at(tmp_path, monkeypatch):
-    """A separate folder, and a machine that is always quiet."""
-    monkeypatch.setenv("COLUMNS", "1000")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(guard.Guard, "quiet", lambda self: True)
-    monkeypatch.setattr(candidates, "LEAST", 0.0)
-    return tmp_path
+    in_quiet(tmp_path, monkeypatch)
 
 
 @pytest.fixture
 def weightless(monkeypatch):
-    """No process is started for memory."""
-    monkeypatch.setattr(candidates.Process, "ask", lambda self, **request: {"mb": 3.0})
+    weigh_nothing(monkeypatch)
 
 
 def ran(capsys, specs, *words, code=0):
-    """A run: what was printed, and its JSON; CSV, picture and page belong to it."""
-    assert main(["bench", "members", *(["--members", specs] if specs else []), *SMALL, *words]) == code
-    out, err = capsys.readouterr()
-    assert not err
-    result = json.loads(Path("o/members.json").read_text(encoding="utf-8"))
-    rows = list(csv.DictReader(Path("o/members.csv").read_text(encoding="utf-8").splitlines()))
-    assert [row["seconds"] for row in rows] == [str(row["seconds"]) for row in result["rows"]]
-    with Image.open("o/members.png") as image:
-        assert min(image.size) > 300
+    """A run, to which a page belongs."""
+    out, result = run_into_o(capsys, "members", "--members", specs, *SMALL, *words, code=code)
     assert members.page(result) == Path("o/members.md").read_text(encoding="utf-8")
     assert not Path("o/members.partial.json").exists()
     return out, result
@@ -211,29 +197,9 @@ def test_what_there_is_is_kept_when_it_is_interrupted(capsys, monkeypatch, weigh
         return take(*arguments)
 
     monkeypatch.setattr(case, "take", interrupted)
-    assert main(["bench", "members", "--members", "linear", "--lengths", "9", *SMALL[:-1]]) == INTERRUPTED
+    assert main(["bench", "members", "--members", "linear", "--lengths", "9", *SMALL, "--out", "o"]) == INTERRUPTED
     assert "interrupted: 4 figures so far are in o/members.partial.json" in capsys.readouterr().err
     partial = json.loads(Path("o/members.partial.json").read_text(encoding="utf-8"))
     assert partial["partial"]
     assert {row["mode"] for row in partial["rows"]} == {"forward", "forward+backward"}
     assert not Path("o/members.json").exists()
-
-
-MISTAKES = {
-    "--members linaer": "unknown attention 'linaer' (did you mean 'linear'?)",
-    "--members linear;": "empty spec in 'linear;'",
-    "--members linear(x=1)": "linear has no option 'x'",
-    "--dim 7": "dim=7 is not a multiple of heads=4",
-    "--heads 0": "--heads=0 must be at least 1",
-    "--limit 0": "--limit=0.0 must be a positive number of seconds",
-    "--lengths x": "--lengths=x: expected positive integers",
-}
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_is_one_line_and_code_2(line, capsys):
-    assert main(["bench", "members", *line.split()]) == WRONG
-    out, err = capsys.readouterr()
-    assert not out
-    assert MISTAKES[line] in err
-    assert err.count("\n") == 1

@@ -1,7 +1,5 @@
 """``longspan bench pattern``: nothing is timed that is not right, figures follow from what was measured, and limits."""
 
-import csv
-import json
 import sys
 from pathlib import Path
 
@@ -10,16 +8,14 @@ import torch
 
 pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longspan[plot]")
 
-from PIL import Image
 
 from longspan import patterns
-from longspan.cli.entry import WRONG, main
 from longspan.ops import sparse
 from longspan.ops.native.call import available
-from longspan_lab.bench import candidates, case, guard, pattern, worker
+from longspan_lab.bench import candidates, case, pattern, worker
 from longspan_lab.tools import performance
+from support.bench import in_quiet, run_into_o, weigh_nothing
 
-ROOT = Path(__file__).parents[2]
 TEXTS = ("band(5)", "causal & (band(2) | random(2))")
 TASK = {
     "what": "attention",
@@ -35,33 +31,18 @@ TASK = {
 
 @pytest.fixture(autouse=True)
 def at(tmp_path, monkeypatch):
-    """A separate folder, and a machine that is always quiet."""
-    monkeypatch.setenv("COLUMNS", "1000")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(guard.Guard, "quiet", lambda self: True)
-    monkeypatch.setattr(candidates, "LEAST", 0.0)
+    in_quiet(tmp_path, monkeypatch)
     torch.manual_seed(0)
     return tmp_path
 
 
 @pytest.fixture
 def weightless(monkeypatch):
-    """No process is started for memory."""
-    monkeypatch.setattr(candidates.Process, "ask", lambda self, **request: {"mb": 3.0})
+    weigh_nothing(monkeypatch)
 
 
 def ran(capsys, *words, code=0):
-    """A run at tiny sizes: what was printed, and its JSON; the CSV has the same rows, and there is a picture."""
-    line = ["--heads", "3", "--size", "4", "--rounds", "1", "--out", "o", "--debug", *words]
-    assert main(["bench", "pattern", *line]) == code
-    out, err = capsys.readouterr()
-    assert not err
-    result = json.loads(Path("o/pattern.json").read_text(encoding="utf-8"))
-    rows = list(csv.DictReader(Path("o/pattern.csv").read_text(encoding="utf-8").splitlines()))
-    assert [row["seconds"] for row in rows] == [str(row["seconds"]) for row in result["rows"]]
-    with Image.open("o/pattern.png") as image:
-        assert min(image.size) > 300
-    return out, result
+    return run_into_o(capsys, "pattern", "--heads", "3", "--size", "4", "--rounds", "1", *words, code=code)
 
 
 def local(function):
@@ -267,27 +248,6 @@ def test_all_pairs_are_causal_where_the_pattern_is():
         found = made(f"sdpa all@{value!r}")(*given)
         expected = pattern.definition(pattern._answers("sdpa all", value), *given, rows=torch.arange(23))
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-MISTAKES = {
-    "--patterns bond(3)": "unknown name 'bond' (did you mean 'band'?)",
-    "--patterns band(3);;causal": "empty spec in 'band(3);;causal'",
-    "--patterns 3": "'3' is not a pattern; write one like 'band(256) | strided(64)'",
-    "--matrix -1": "--matrix=-1 must not be negative",
-    "--lengths 0": "--lengths=0: expected positive integers",
-    "--rounds 0": "--rounds=0 must be at least 1",
-    "--limit 0": "--limit=0.0 must be a positive number of seconds",
-}
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_a_mistake_is_one_line_and_code_2(line, at, capsys):
-    assert main(["bench", "pattern", *line.split()]) == WRONG
-    out, err = capsys.readouterr()
-    assert not out
-    assert MISTAKES[line] in err
-    assert err.count("\n") == 1
-    assert not (at / "bench").exists()
 
 
 def test_the_pages_take_the_figures_of_a_folder(capsys, weightless, monkeypatch, at):

@@ -1,10 +1,8 @@
 """``longspan bench profile``: shares follow from clocks and times, and kernels with clocks compute the same values."""
 
-import csv
 import json
 import mmap
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +14,12 @@ from longspan.ops.native import build
 from longspan.ops.native.build import toolchain
 from longspan.ops.native.call import available
 from longspan_lab._utils import palette
-from longspan_lab.bench import candidates, case, gated, guard, limits, profile
+from longspan_lab.bench import candidates, case, gated, limits, profile
 from longspan_lab.tools import performance
+from support.bench import in_quiet, run_into_o
 
-ROOT = Path(__file__).resolve().parents[2]
 HEADER = toolchain.FOLDER / "shared" / "stages.h"
-SMALL = ["--lengths", "40,9", "--heads", "2", "--size", "8", "--batches", "1,3", "--rounds", "1", "--out", "o"]
+SMALL = ["--lengths", "40,9", "--heads", "2", "--size", "8", "--batches", "1,3", "--rounds", "1"]
 
 
 @pytest.fixture
@@ -40,25 +38,14 @@ def clocks(kernels):
 
 @pytest.fixture(autouse=True)
 def at(tmp_path, monkeypatch):
-    """A separate folder, short measurements, and a machine that is always quiet."""
-    monkeypatch.setenv("COLUMNS", "1000")
-    monkeypatch.chdir(tmp_path)
+    in_quiet(tmp_path, monkeypatch)
     monkeypatch.setattr(limits, "gemms", lambda dtype: {"gemm 8": case.bound(limits.gemm(8, dtype))})
-    monkeypatch.setattr(guard.Guard, "quiet", lambda self: True)
-    monkeypatch.setattr(candidates, "LEAST", 0.0)
     monkeypatch.setattr(profile, "SPENT", 0.0)
     return tmp_path
 
 
 def ran(capsys, *words, code=0):
-    assert main(["bench", "profile", *words, *SMALL, "--debug"]) == code
-    out, _ = capsys.readouterr()
-    result = json.loads(Path("o/profile.json").read_text(encoding="utf-8"))
-    rows = list(csv.DictReader(Path("o/profile.csv").read_text(encoding="utf-8").splitlines()))
-    for read, row in zip(rows, result["rows"], strict=True):
-        assert {name: text for name, text in read.items() if text} == {k: str(v) for k, v in row.items()}
-    assert Path("o/profile.png").stat().st_size > 1000
-    return out, result
+    return run_into_o(capsys, "profile", *words, *SMALL, code=code)
 
 
 def test_useful_operations():

@@ -3,14 +3,11 @@
 import csv
 import json
 import re
-from pathlib import Path
 
 import pytest
 
 import longspan
 from longspan_lab.tools import choosing
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 def row(candidate, mode, length, seconds, **more):
@@ -131,6 +128,7 @@ def test_a_run_is_copied_and_the_pages_written(result, tmp_path, monkeypatch):
     with (choosing.TABLES / "left_out.csv").open() as file:
         assert list(csv.DictReader(file)) == [{"mechanism": "sac", "reason": "forward from N 32768 on: long"}]
     assert (choosing.TABLES / choosing.PICTURE).read_bytes()[:4] == b"\x89PNG"
+    monkeypatch.setattr(choosing, "draw", lambda *_: None)  # which takes seconds
     choosing.main(f"{folder}=budget")
     assert {path.name for path in at.glob("every_budget*")} == {"every_budget.csv", "every_budget.json"}
     assert {one["mechanism"] for one in choosing.budget(None)} == {"softmax", "star", "linear", "sac"}
@@ -160,6 +158,7 @@ def run(folder, result):
 
 def test_a_later_run_of_some_lengths_replaces_their_figures(result, tmp_path, monkeypatch):
     place = places(tmp_path, monkeypatch)
+    monkeypatch.setattr(choosing, "draw", lambda *_: None)  # which takes seconds
     result["machine"] |= {"threads": 1, "torch": "2"}
     first = choosing.Figures(result).lengths[0]
     rows = [{**row, "seconds": row["seconds"] / 4} for row in result["rows"] if row["length"] == first]

@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,9 +11,7 @@ pytest.importorskip("matplotlib", reason="the experiments draw: pip install long
 
 from longspan.ops.linear import random_features
 from longspan_lab.experiments import approximation, capacity, published, retrieval
-from longspan_lab.experiments.experiment import Place
-
-NOWHERE = Place(Path("nowhere"), lambda items, *_: items)
+from support.experiments import NOWHERE
 
 
 def numbers(seed: int = 0) -> torch.Generator:

@@ -13,7 +13,7 @@ from longspan.models.decoder import Decoder
 from longspan_lab._utils import plots
 from longspan_lab.experiments import copying
 from longspan_lab.experiments.experiment import Place
-from mistaken import refused
+from support.experiments import unwatched
 
 SMALL = replace(copying.EXPERIMENT.quick, steps=13, drop_at=7)
 
@@ -21,30 +21,6 @@ SMALL = replace(copying.EXPERIMENT.quick, steps=13, drop_at=7)
 @pytest.fixture
 def plt():
     return plots.pyplot()
-
-
-def unwatched(items, *_):
-    return items
-
-
-MISTAKES = {
-    "copy --specs lniear": "unknown name 'lniear' (did you mean 'linear'?); known: ",
-    "copy --heads 3": "dim=128 is not a multiple of heads=3",
-    "copy --length 127": "length=127 must be even: a separator and the symbols come twice",
-    "copy --length 2": "length=2 must be at least 4",
-    "copy --symbols 0": "symbols=0 must be at least 1",
-    "copy --seeds -1": "seeds=-1 must not be negative",
-    "copy --seeds x": "--seeds=x",
-    "copy --rate 0": "rate=0.0 must be positive",
-    "copy --steps 0": "steps=0 must be at least 1",
-    "copy --drop_at 0": "drop_at=0 must be at least 1",
-    "copy --positions absolute": "unknown positions 'absolute'; known: ",
-}
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypatch):
-    refused(line, MISTAKES[line], capsys, tmp_path, monkeypatch)
 
 
 def test_a_sequence_is_a_separator_and_symbols_twice():
@@ -85,9 +61,6 @@ def test_first_weights_are_those_of_pytorch():
     # Uniform up to 1 / sqrt(columns).
     assert layer.weight.abs().max().item() == pytest.approx(128**-0.5, rel=1e-3)
     assert model.embedding.tokens.weight.std().item() == pytest.approx(1, abs=0.1)
-    again, other = (copying.fresh(copying.Settings().config("linear"), seed).head.weight for seed in (0, 1))
-    assert torch.equal(model.head.weight, again)
-    assert not torch.equal(again, other)
 
 
 def test_an_untrained_model_guesses():
@@ -122,36 +95,6 @@ def test_every_attention_gets_the_same_sequences_and_weights(often, tmp_path, mo
     assert drawn["softmax"] == drawn["linear"]
     assert drawn["linear"] == [(2, (1, "test")), *((3, (1, "train", step)) for step in range(13))]
     assert all(torch.equal(born["linear"][name], weight) for name, weight in born["softmax"].items())
-
-
-def test_a_training_that_is_interrupted_goes_on_bit_by_bit(often, tmp_path):
-    point = {"spec": "linear", "seed": 0}
-    whole = copying.measure(SMALL, point, Place(tmp_path / "whole", unwatched))
-    assert [step for step, _ in whole["curve"]] == [0, 2, 4, 6, 8, 10, 12, 13]
-    assert whole["test"] == whole["curve"][-1][1]
-    updates = []
-
-    def interrupted(items, *_):
-        for item in items:
-            if item == 10:
-                raise KeyboardInterrupt
-            updates.append(item)
-            yield item
-
-    def counted(items, *_):
-        for item in items:
-            updates.append(item)
-            yield item
-
-    with pytest.raises(KeyboardInterrupt):
-        copying.measure(SMALL, point, Place(tmp_path / "parts", interrupted))
-    assert copying.measure(SMALL, point, Place(tmp_path / "parts", counted)) == whole
-    # What came after the eighth update was made twice, and nothing else.
-    assert updates == [*range(10), *range(8, 13)]
-    # Another training keeps its own.
-    updates.clear()
-    copying.measure(SMALL, {"spec": "linear", "seed": 1}, Place(tmp_path / "parts", counted))
-    assert updates == list(range(13))
 
 
 def test_the_learning_rate_drops_to_a_tenth(often, tmp_path, monkeypatch):

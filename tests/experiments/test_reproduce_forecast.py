@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -10,44 +9,12 @@ pytest.importorskip("matplotlib", reason="the experiments draw: pip install long
 
 import torch
 
-from longspan.cli.entry import OK, WRONG, main
+from longspan.cli.entry import OK, main
 from longspan_lab.data import series
 from longspan_lab.experiments import forecast, published
 from longspan_lab.experiments.experiment import Place
 from longspan_lab.experiments.forecaster import PENALTIES, Distilling, Forecaster, Ridge, last_day, last_value
-from mistaken import refused
-
-MISTAKES = {
-    "forecast --data etth": "unknown series data 'etth' (did you mean 'ett'?)",
-    "forecast --specs linaer": "unknown name 'linaer' (did you mean 'linear'?)",
-    "forecast --horizons 25": "horizons=25: nothing is published for it, so --reads and --label must say it",
-    "forecast --reads 24 --label 48": "label=48 hours are more than the 24 that are read for horizon 24",
-    "forecast --steps 0": "steps=0 must be at least 1",
-    "forecast --tests -1": "tests=-1 must not be negative",
-    "forecast --rate 0": "rate=0.0 must be positive",
-    "forecast --heads 3": "dim=64 is not a multiple of heads=3",
-    "forecast --quick --seeds 0,1": "data=synthetic is made from the seed, so that several seeds would have several",
-}
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypatch):
-    refused(line, MISTAKES[line], capsys, tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("--series OIL", "unknown series 'OIL'; known: HUFL, HULL, LUFL"),
-        ("--horizons 300", "validation of synthetic ends after 960 hours, too few to forecast 300 hours"),
-        ("--data ett:nowhere.csv", "nowhere.csv"),
-    ],
-)
-def test_missing_data_are_an_error_before_the_first_measurement(line, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", "forecast", "--quick", *line.split()]) == WRONG
-    assert message in capsys.readouterr().err
-    assert not list(Path("reproduce").glob("*.*"))
+from support.experiments import NOWHERE, unwatched
 
 
 def model(attention="linear", channels=3):
@@ -133,7 +100,7 @@ def test_ridge_is_the_least_of_what_it_minimizes():
 def test_ridge_learns_from_training_alone_and_validation_chooses():
     settings, point = forecast.EXPERIMENT.quick, {"model": forecast.LINEAR, "horizon": 6}
     found = series.load("synthetic", 0)
-    row = forecast.measure(settings, point, Place(Path("nowhere"), lambda items, *_: items))
+    row = forecast.measure(settings, point, NOWHERE)
     ridge = Ridge(found.values, found.windows("train", 24, 6), 24, 6)
     errors = {}
     for penalty in PENALTIES:
@@ -176,7 +143,7 @@ def test_windows_are_the_published_ones():
 
 def test_the_weights_that_are_tested_are_the_best_of_validation(tmp_path):
     """With a rate that ruins the model, the first look is the best."""
-    place = Place(tmp_path, lambda items, *_: items)
+    place = Place(tmp_path, unwatched)
     settings = replace(forecast.EXPERIMENT.quick, rate=1000.0, steps=6)
     row = forecast.measure(settings, {"model": "linear", "horizon": 6, "seed": 0}, place)
     best = min(row["curve"], key=lambda look: look["mse"])
@@ -184,25 +151,7 @@ def test_the_weights_that_are_tested_are_the_best_of_validation(tmp_path):
     assert row["mse"] < row["curve"][-1]["mse"] / 2
 
 
-def test_what_was_interrupted_within_a_training_goes_on(tmp_path):
-    point = {"model": "linear", "horizon": 6, "seed": 0}
-    whole = forecast.measure(forecast.EXPERIMENT.quick, point, Place(tmp_path / "whole", lambda items, *_: items))
-
-    def stopped(items, *_):
-        for step in items:
-            if step == 3:
-                raise KeyboardInterrupt
-            yield step
-
-    with pytest.raises(KeyboardInterrupt):
-        forecast.measure(forecast.EXPERIMENT.quick, point, Place(tmp_path / "part", stopped))
-    steps = []
-    place = Place(tmp_path / "part", lambda items, *_: (steps.append(step) or step for step in items))
-    assert forecast.measure(forecast.EXPERIMENT.quick, point, place) == whole
-    assert steps == [2, 3]
-
-
-def test_seeds_make_other_models_and_the_tables_have_their_means(tmp_path):
+def test_the_tables_have_the_means_over_seeds():
     rows = [
         {"model": forecast.VALUE, "horizon": 6, "mse": 2.0, "mae": 1.0},
         *(
@@ -223,8 +172,6 @@ def test_seeds_make_other_models_and_the_tables_have_their_means(tmp_path):
     first, trained = forecast.tables({"settings": settings, "rows": rows})
     assert first[1:] == [[forecast.VALUE, "2.000 / 1.000"], ["linear", "1.500 / 0.500"]]
     assert trained[2] == ["linear", "6", "1", "1,234", "2", "3.000", "4.000"]
-    one, two = (forecast.EXPERIMENT.quick.model("linear", 7, seed).state_dict() for seed in (0, 1))
-    assert not torch.equal(one["head.weight"], two["head.weight"])
 
 
 def test_published_figures_belong_to_the_published_data_alone():

@@ -23,8 +23,8 @@ from longspan.cli.parser import kebab
 from longspan_lab.cli import reproduce
 from longspan_lab.experiments import EXPERIMENTS, experiment, lra_cost, page, provenance, runner, scaling
 from longspan_lab.experiments.experiment import Place
+from support.experiments import unwatched
 
-DOCS = Path(__file__).parents[2] / "docs"
 # test_reproduce_images.py has the images in whole.
 HERE = [name for name, one in EXPERIMENTS.items() if all(map(importlib.util.find_spec, one.needs))]
 WHOLE = [name for name in HERE if name != "images"]
@@ -33,7 +33,6 @@ ON_A_GPU = [name for name in HERE if any(field.name == "device" for field in fie
 # What is timed is never the same twice.
 TIMED = ("language", "lra", "scaling", "segments", "speech")
 REPEATABLE = [name for name in WHOLE if name not in TIMED]
-NOWHERE = Place(Path("nowhere"), lambda items, *_: items)
 
 
 @pytest.fixture(autouse=True)
@@ -146,7 +145,7 @@ def test_what_was_interrupted_goes_on_with_the_same_numbers(name, monkeypatch, c
 def test_figures_depend_on_the_settings_and_the_point_alone(name, tmp_path):
     one = EXPERIMENTS[name]
     for point in one.points(one.quick):
-        first, second = (Place(tmp_path / place, NOWHERE.track) for place in ("first", "second"))
+        first, second = (Place(tmp_path / place, unwatched) for place in ("first", "second"))
         torch.manual_seed(1)
         found = one.measure(one.quick, point, first)
         torch.manual_seed(2)
@@ -160,42 +159,6 @@ def test_an_interruption_before_the_first_point_is_reported(monkeypatch, capsys,
     monkeypatch.setitem(EXPERIMENTS, "capacity", EXPERIMENTS["capacity"]._replace(measure=interrupted))
     assert main(["reproduce", "capacity", "--quick"]) == INTERRUPTED
     assert "before the first point was done; the same command" in capsys.readouterr().err
-
-
-MISTAKES = {
-    "approximatoin": "unknown experiment 'approximatoin' (did you mean 'approximation'?); known: ",
-    "": "NAME",
-    "capacity --kinds dfpf1": "unknown kind 'dfpf1' (did you mean 'dpfp1'?); known: dpfp1, dpfp2",
-    "capacity --kind linear": "unknown option '--kind' (did you mean '--kinds'?); known: --help, --keys, --kinds",
-    "capacity --replacing softmax": "replacing=softmax: the delta rule needs a fixed feature map, which",
-    "capacity --keys 60,x": "--keys=60,x: expected numbers separated by commas",
-    "capacity --keys 1": "keys=1 must be at least 2",
-    "capacity --repeated ,": "--repeated=,: expected numbers",
-    "capacity --steps 0": "steps=0 must be at least 1",
-    "capacity --rate 0": "rate=0.0 must be positive",
-    "approximation --features 15": "features=15 must be even: most maps make two of each row",
-    "approximation --features 0": "features=0 must be at least 2",
-    "approximation --estimators cosine": "unknown estimator 'cosine'; known: hyperbolic, positive, trigonometric",
-    "approximation --angles 190": "angles=190 must be at most 180 degrees",
-    "approximation --spreads 0": "spreads=0.0 must be positive",
-    "approximation --draws 1": "draws=1 must be at least 2",
-    "approximation --length 0": "length=0 must be at least 1",
-    "capacity --scale paper": "this experiment has no scale 'paper'; it has: laptop",
-    "copy --scale": "expected one argument",
-    "copy --scale=huge": "this experiment has no scale 'huge'; it has: laptop, gpu, paper",
-    "copy --quick --scale paper": "--quick cannot be combined with --scale paper",
-    "approximation --size x": "--size: expected int, got x; see longspan reproduce approximation --help",
-}
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes_are_one_line_and_exit_code_2(line, capsys):
-    assert main(["reproduce", *line.split()]) == WRONG
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.count("\n") == 1
-    assert MISTAKES[line] in err
-    assert not Path("reproduce").exists()
 
 
 @pytest.mark.parametrize(
@@ -364,7 +327,7 @@ def test_what_several_commits_measured_names_them_all(monkeypatch, undrawn):
 
 
 def test_a_place_keeps_what_it_is_given(tmp_path):
-    place = Place(tmp_path / "work", NOWHERE.track)
+    place = Place(tmp_path / "work", unwatched)
     assert place.load("a") is None
     assert not place.folder.exists()
     place.save("a", {"step": 3, "weights": {"w": torch.arange(3)}})

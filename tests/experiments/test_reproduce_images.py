@@ -17,7 +17,7 @@ pytest.importorskip("lightning", reason="the experiment trains: pip install long
 from PIL import Image
 
 from longspan import build, data
-from longspan.cli.entry import WRONG, main
+from longspan.cli.entry import main
 from longspan.generation.sampling import log_likelihood
 from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig
@@ -26,13 +26,10 @@ from longspan.train import objectives
 from longspan_lab.bench import case, throughput
 from longspan_lab.experiments import images, images_report, images_speed, learning, paper
 from longspan_lab.experiments.experiment import Place
+from support.experiments import unwatched
 
 SMALL = replace(images.EXPERIMENT.quick, steps=6, evaluate_every=2, schedule="constant", samples=7, top=0.3)
 LINEAR, SOFTMAX = ({"what": "training", "attention": name} for name in ("linear", "softmax"))
-
-
-def unwatched(items, total, label):
-    return items
 
 
 @pytest.fixture(scope="module")
@@ -50,35 +47,6 @@ def trainings(place):
 def models():
     torch.manual_seed(0)
     return {name: Decoder(SMALL.config(name, 17, 64)).eval() for name in SMALL.names()}
-
-
-MISTAKES = {
-    "--data text:stdlib": "unknown data set of images 'text'; known: cifar10, digits, mnist",
-    "--attentions lniear": "unknown name 'lniear' (did you mean 'linear'?)",
-    "--attentions linear;linear": "attentions=linear;linear: each of them must come once",
-    "--heads 3": "dim=128 is not a multiple of heads=3",
-    "--likelihood logistic": "unknown name 'logistic' (did you mean 'logistics'?)",
-    "--steps 0": "steps=0 must be at least 1",
-    "--learning_rate 0": "learning_rate=0.0 must be positive",
-    "--schedule linear": "unknown schedule 'linear'",
-    "--top 1": "top=1.0 must lie between 0 and 1: the part of each image that is given",
-    "--samples 0": "samples=0 must be at least 1",
-    "--tests -1": "tests=-1 must not be negative",
-    "--batches 1,0": "batches=1,0 must be at least 1",
-    "--lengths 0": "lengths=0 must be at least 1",
-    "--rounds 0": "rounds=0 must be at least 1",
-}
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", "images", *line.split()]) == WRONG
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.count("\n") == 1
-    assert MISTAKES[line] in err
-    assert not Path("reproduce").exists()
 
 
 def test_scales_are_those_of_the_publication_where_they_say_so():

@@ -2,10 +2,8 @@
 
 import json
 import math
-import shlex
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,6 @@ pytest.importorskip("matplotlib", reason="the experiments draw: pip install long
 pytest.importorskip("lightning", reason="the trainings' parts are those of longspan[train]")
 
 from longspan import data
-from longspan.cli.entry import WRONG, main
 from longspan.generation.sampling import generate
 from longspan.models.decoder import Decoder
 from longspan_lab.experiments import families, language, learning, published
@@ -263,23 +260,3 @@ def test_the_table_is_in_the_order_of_the_bits_with_published_ones_below():
     assert ours[1][1:] == ["2.5000", "5", "3", "2.0", "1.50", "12", "7", "8", "1,234"]
     assert len(theirs) == 1 + len(published.TEXT)
     assert all(0.9 < row.bits < 1.5 for row in published.TEXT)
-
-
-MISTAKES = {
-    "--models 'gla; lsmt'": "unknown model 'lsmt' (did you mean 'lstm'?)",
-    "--data mnist": "data=mnist: the models read bytes of a text, text:stdlib or text:PATH",
-    "--budget time": "unknown budget 'time'; known: seconds, steps",
-    "--seconds 0": "seconds=0.0 must be positive",
-    "--looks 0": "looks=0 must be at least 1",
-    "--heads 5": "dim=96 is not a multiple of heads=5",
-}
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes_are_one_line_and_exit_code_2(line, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", "language", *shlex.split(line)]) == WRONG
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert MISTAKES[line] in err
-    assert not Path("reproduce").exists()

@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,15 +12,12 @@ pytest.importorskip("matplotlib", reason="the experiments draw: pip install long
 pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install longspan[train]")
 
 import longspan
-from longspan.cli.entry import WRONG, main
 from longspan_lab.bench.candidates import Refused
 from longspan_lab.data.arena import Batch
 from longspan_lab.experiments import lra, lra_cost, lra_models, lra_published, lra_report
 from longspan_lab.experiments.experiment import Place
 from longspan_lab.experiments.lra_models import Classifier, Shape
-from mistaken import refused
-
-NOWHERE = Place(Path("nowhere"), lambda items, *_: items)
+from support.experiments import NOWHERE, unwatched
 
 
 def small(spec: str = "softmax", length: int = 24, towers: int = 1, **sizes: int) -> Shape:
@@ -68,15 +64,6 @@ def test_sizes_are_parts_of_the_length():
     assert lra_models.sized("linformer(length=9)", 256) == "linformer(length=9)"
 
 
-def test_weights_depend_on_the_seed_alone():
-    torch.manual_seed(5)
-    one = Classifier(small(), 3).state_dict()
-    torch.manual_seed(6)
-    two, other = Classifier(small(), 3).state_dict(), Classifier(small(), 4).state_dict()
-    assert all(torch.equal(one[name], two[name]) for name in one)
-    assert not torch.equal(one["head.0.weight"], other["head.0.weight"])
-
-
 def test_padding_plays_no_part():
     model = Classifier(small(), 0).double().eval()
     whole = batch(16)
@@ -119,7 +106,7 @@ class TestTrainings:
 
     def test_something_is_learned(self, tmp_path):
         # Of forty digits, which are learned by heart, and tested on themselves.
-        place = Place(tmp_path / "work", NOWHERE.track)
+        place = Place(tmp_path / "work", unwatched)
         task = self.settings.load("image")
         same = replace(task, splits=dict.fromkeys(task.splits, task.splits["train"]))
         settings = replace(self.settings, seed=1)
@@ -139,7 +126,7 @@ class TestTrainings:
         monkeypatch.setattr("longspan_lab.experiments.learning.KEEP", 2)
         models: list[Classifier] = []
         monkeypatch.setattr(lra, "Classifier", lambda *sizes: models.append(Classifier(*sizes)) or models[-1])
-        whole = lra.measure(settings, point, Place(tmp_path / "whole", NOWHERE.track))
+        whole = lra.measure(settings, point, Place(tmp_path / "whole", unwatched))
 
         def interrupted(items, *_):
             for item in items:
@@ -149,7 +136,7 @@ class TestTrainings:
 
         with pytest.raises(KeyboardInterrupt):
             lra.measure(settings, point, Place(tmp_path / "cut", interrupted))
-        assert lra.measure(settings, point, Place(tmp_path / "cut", NOWHERE.track)) == whole
+        assert lra.measure(settings, point, Place(tmp_path / "cut", unwatched)) == whole
         # Centres move so little in six updates that no accuracy tells.
         one, _, other = (model.state_dict() for model in models)
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -303,31 +290,3 @@ class TestReport:
         assert speeds == [10.0 + i for i in range(10)]
         assert sizes == sorted(sizes)
         assert sizes[-1] - sizes[0] == pytest.approx(0.9 * (lra_report.MARKS[1] - lra_report.MARKS[0]))
-
-
-MISTAKES = {
-    "lra --specs sofmax": "unknown attention 'sofmax' (did you mean 'softmax'?)",
-    "lra --few linear(x=1)": "linear has no option 'x'; it has feature_map",
-    "lra --tasks listop": "unknown task 'listop' (did you mean 'listops'?)",
-    "lra --more image": "more=image: image is a task of all attentions already",
-    "lra --heads 3": "dim=8 is not a multiple of heads=3",
-    "lra --rate 0": "rate=0.0 must be positive",
-    "lra --rounds 0": "rounds=0 must be at least 1",
-    "lra --image-steps 0": "image_steps=0 must be at least 1",
-    "lra --device tpu": "unknown device 'tpu'",
-    "lra --seed=-1": "seed=-1 must not be negative",
-}
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes_are_one_line(line, capsys, tmp_path, monkeypatch):
-    refused(f"{line} --quick", MISTAKES[line], capsys, tmp_path, monkeypatch)
-
-
-def test_data_that_is_not_there_is_a_line_too(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", "lra", "--quick", "--listops", "listops:nowhere"]) == WRONG
-    err = capsys.readouterr().err
-    assert err.count("\n") == 1
-    assert "there is no such folder" in err
-    assert not [*Path("reproduce").iterdir()]

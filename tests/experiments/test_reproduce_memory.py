@@ -12,27 +12,9 @@ pytest.importorskip("matplotlib", reason="the experiments draw: pip install long
 
 from longspan_lab.experiments import agents, memory, ppo, tasks
 from longspan_lab.experiments.experiment import Place
-from mistaken import refused
+from support.experiments import unwatched
 
-MISTAKES = {
-    "memory --tasks repeat": "unknown task 'repeat'",
-    "memory --agents GRU": "unknown agent 'GRU'",
-    "memory --steps 100": "steps=100 is less than a block: 2 rollouts of 104 steps in each of 32 environments are 6656",
-    "memory --rate 0": "rate=0.0 must be positive",
-    "memory --discount 1.5": "discount=1.5 must be in [0, 1]",
-    "memory --entropy=-1": "entropy=-1.0 must not be negative",
-    "memory --parts 33": "parts=33 of environments=32: each needs one at least",
-    "memory --environments 2 --rollout 1 --parts 2": "an update needs two steps at least",
-    "memory --memory 0": "memory=0 must be at least 1",
-    "memory --heads 0": "heads=0 must be at least 1",
-    "memory --device tpu": "unknown device 'tpu'",
-}
 LEARNING = ppo.Learning(0.9, 0.8, 0.2, 0.0, 0.5, 2, 2)
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypatch):
-    refused(line, MISTAKES[line], capsys, tmp_path, monkeypatch)
 
 
 class Cards:
@@ -220,14 +202,6 @@ class TestAgents:
                 assert abs(off - settings.parameters) >= abs(found - settings.parameters)
 
 
-def test_agents_are_born_from_the_seed_alone():
-    torch.manual_seed(1)
-    one = agent("GTrXL", 3).policy.weight
-    torch.manual_seed(2)
-    assert torch.equal(one, agent("GTrXL", 3).policy.weight)
-    assert not torch.equal(one, agent("GTrXL", 4).policy.weight)
-
-
 def test_gates_and_norms_are_those_of_the_names():
     built = {kind: agent(kind).core for kind in ("TrXL", "TrXL-I", "GTrXL")}
     blocks = {kind: core.stack.blocks[0] for kind, core in built.items()}
@@ -321,9 +295,6 @@ class TestTasks:
                     raise KeyboardInterrupt
                 yield item
 
-        def unwatched(items, *_):
-            return items
-
         for point in memory.points(settings)[:2]:
             whole = memory.measure(settings, point, Place(tmp_path / "whole", unwatched))
             assert [step for step, _ in whole["curve"]] == [110, 220, 330, 440]
@@ -346,7 +317,7 @@ class TestTasks:
 
         monkeypatch.setattr(memory, "play", kept)
         point = memory.points(memory.EXPERIMENT.quick)[1]
-        row = memory.measure(memory.EXPERIMENT.quick, point, Place(tmp_path, lambda items, *_: items))
+        row = memory.measure(memory.EXPERIMENT.quick, point, Place(tmp_path, unwatched))
         means = [round(sum(returns) / len(returns), 5) for *_, returns in found]
         assert [value for _, value in row["curve"]] == means
         # Two environments, a rollout of 55 steps and episodes of 51: a block ends one each.

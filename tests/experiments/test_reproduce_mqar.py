@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,40 +10,11 @@ pytest.importorskip("matplotlib", reason="the experiments draw: pip install long
 pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install longspan[train]")
 
 from longspan_lab.experiments import mqar, recall, transfer
-from longspan_lab.experiments.experiment import Place
-from mistaken import refused
-
-NOWHERE = Place(Path("nowhere"), lambda items, *_: items)
+from support.experiments import NOWHERE
 
 
 def numbers(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
-
-
-MISTAKES = {
-    "mqar --specs lniear": "unknown name 'lniear' (did you mean 'linear'?); known: ",
-    "mqar --specs linear;": "empty spec in 'linear;'",
-    "mqar --dims 8,0": "dims=8,0 must be at least 1",
-    "mqar --heads 3": "dim=8 is not a multiple of heads=3",
-    "mqar --rates 0": "rates=0.0 must be positive",
-    "mqar --rates nan": "rates=nan must be a number from 0",
-    "mqar --pairs x": "--pairs=x",
-    "mqar --tokens 3": "tokens=3 must be at least 4",
-    "mqar --vocab 31": "vocab=31 must be at least 32, twice the number of pairs",
-    "mqar --steps 0": "steps=0 must be at least 1",
-    "mqar --spec linear": "unknown option '--spec' (did you mean '--specs'?)",
-    "transfer --heads 3": "dim=64 is not a multiple of heads=3",
-    "transfer --features 0": "features=0 must be at least 1",
-    "transfer --draws 0": "draws=0 must be at least 1",
-    "transfer --images -1": "images=-1 must not be negative",
-    "transfer --rate 0": "rate=0.0 must be positive",
-    "transfer --finetune_rate -1": "rate=-1.0 must not be negative",
-}
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypatch):
-    refused(line, MISTAKES[line], capsys, tmp_path, monkeypatch)
 
 
 # Recall

@@ -1,7 +1,5 @@
 """The pages of results are what their script writes, from JSON files alone."""
 
-from pathlib import Path
-
 import pytest
 
 pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
@@ -9,8 +7,6 @@ pytest.importorskip("matplotlib", reason="the experiments draw: pip install long
 from longspan.cli.entry import main
 from longspan_lab.experiments import EXPERIMENTS, published, scaling
 from longspan_lab.tools import reproduction
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture(autouse=True)

@@ -1,12 +1,9 @@
 """Rows of the paper: their names, and our results for them."""
 
 import json
-from pathlib import Path
 
 from longspan_lab.experiments import images_report, paper
 from longspan_lab.tools import reproduction
-
-DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_a_reformer_of_x_rounds_is_the_publications_lsh_x():

@@ -11,21 +11,6 @@ pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip instal
 from longspan.cli.entry import main
 from longspan.models.decoder import Decoder
 from longspan_lab.experiments import pattern
-from mistaken import refused
-
-MISTAKES = {
-    "pattern --patterns lane(3)": "unknown name 'lane'; known: band, block",
-    "pattern --patterns band(3);band(3,right=0)": "patterns=band(3);band(3,right=0): each of them must come once",
-    "pattern --heads 3": "dim=64 is not a multiple of heads=3",
-    "pattern --seeds -1": "seeds=-1 must not be negative",
-    "pattern --data speech": "unknown data set of images 'speech'; known: ",
-    "pattern --steps 0": "steps=0",
-}
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypatch):
-    refused(line, MISTAKES[line], capsys, tmp_path, monkeypatch)
 
 
 def test_a_model_has_the_pattern_and_sees_no_later_key():

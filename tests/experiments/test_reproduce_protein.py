@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -10,45 +9,14 @@ pytest.importorskip("matplotlib", reason="the experiments draw: pip install long
 
 import torch
 
-from longspan.cli.entry import OK, WRONG, main
+from longspan.cli.entry import OK, main
 from longspan_lab.data import proteins
 from longspan_lab.data.proteins import RESIDUES
 from longspan_lab.experiments import protein, residues
 from longspan_lab.experiments.experiment import Place, generator
 from longspan_lab.experiments.protein import CAUSAL, MASKED, UNIGRAM
 from longspan_lab.experiments.residues import LEVELS, MASK, START, Asked
-from mistaken import refused
-
-MISTAKES = {
-    "protein --quick --specs linaer": "unknown name 'linaer' (did you mean 'linear'?)",
-    "protein --quick --draws 8": "draws=8: there are 7 parts of the residues to be masked",
-    "protein --quick --steps 0": "steps=0 must be at least 1",
-    "protein --quick --looked -1": "looked=-1 must not be negative",
-    "protein --quick --rate 0": "rate=0.0 must be positive",
-    "protein --quick --seeds 0,1": "data=synthetic is made from the seed, so that several seeds would have several",
-}
-NOWHERE = Place(Path("nowhere"), lambda items, *_: items)
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypatch):
-    refused(line, MISTAKES[line], capsys, tmp_path, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("", "data=protein needs a file, protein:FILE.fasta or .fasta.gz: UniProt's own changes"),
-        ("--data proteins", "unknown protein data 'proteins' (did you mean 'protein'?)"),
-        ("--data synthetic:3", "data=synthetic:3: synthetic proteins are made from the seed"),
-        ("--data protein:nowhere.fasta", "nowhere.fasta"),
-    ],
-)
-def test_missing_data_are_an_error_before_the_first_measurement(line, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", "protein", *line.split()]) == WRONG
-    assert message in capsys.readouterr().err
-    assert not list(Path("reproduce").glob("*.*"))
+from support.experiments import NOWHERE, unwatched
 
 
 def sequences(*lengths: int) -> list[torch.Tensor]:
@@ -185,7 +153,7 @@ def test_the_frequencies_are_those_of_training(monkeypatch):
 def test_a_model_that_learns_beats_the_frequencies(tmp_path):
     """The synthetic proteins' residues depend on the one before, which one block can learn."""
     sizes: dict = {"dim": 16, "steps": 60, "batch": 8, "rate": 1e-2, "every": 60}
-    settings, place = replace(protein.EXPERIMENT.quick, specs="linear", **sizes), Place(tmp_path, NOWHERE.track)
+    settings, place = replace(protein.EXPERIMENT.quick, specs="linear", **sizes), Place(tmp_path, unwatched)
     frequencies, learned = (
         protein.measure(settings, point, place)
         for point in ({"task": CAUSAL, "model": UNIGRAM}, {"task": CAUSAL, "model": "linear", "seed": 0})
@@ -193,24 +161,6 @@ def test_a_model_that_learns_beats_the_frequencies(tmp_path):
     assert frequencies["perplexity"] < LEVELS
     assert learned["perplexity"] < 0.9 * frequencies["perplexity"]
     assert learned["accuracy"] > frequencies["accuracy"]
-
-
-def test_what_was_interrupted_within_a_training_goes_on(tmp_path):
-    point = {"task": MASKED, "model": "softmax", "seed": 0}
-    whole = protein.measure(protein.EXPERIMENT.quick, point, Place(tmp_path / "whole", lambda items, *_: items))
-
-    def stopped(items, *_):
-        for step in items:
-            if step == 3:
-                raise KeyboardInterrupt
-            yield step
-
-    with pytest.raises(KeyboardInterrupt):
-        protein.measure(protein.EXPERIMENT.quick, point, Place(tmp_path / "part", stopped))
-    steps = []
-    place = Place(tmp_path / "part", lambda items, *_: (steps.append(step) or step for step in items))
-    assert protein.measure(protein.EXPERIMENT.quick, point, place) == whole
-    assert steps == [2, 3]
 
 
 def test_all_models_are_asked_the_same_in_tests(monkeypatch):
@@ -226,11 +176,8 @@ def test_all_models_are_asked_the_same_in_tests(monkeypatch):
         assert all(torch.equal(a.asked, b.asked) for a, b in zip(one, other, strict=True))
 
 
-def test_models_differ_by_seed_and_share_their_sizes():
+def test_models_share_their_sizes():
     settings = protein.EXPERIMENT.quick
-    one, same, other = (settings.model(MASKED, "linear", seed).state_dict()["head.weight"] for seed in (0, 0, 1))
-    assert torch.equal(one, same)
-    assert not torch.equal(one, other)
     sizes = {
         sum(p.numel() for p in settings.model(CAUSAL, name, 0).parameters())
         for name in ("softmax", "performer(map='relu')", "performer", "linear")

@@ -13,7 +13,7 @@ from longspan_lab._utils import plots
 from longspan_lab.bench import case
 from longspan_lab.experiments import scaling
 from longspan_lab.experiments.experiment import Place
-from mistaken import refused
+from support.experiments import unwatched
 
 SMALL = scaling.Settings(specs="softmax; linear", lengths=(64, 128, 256), tokens=131, heads=2, size=3, rounds=1)
 
@@ -21,28 +21,6 @@ SMALL = scaling.Settings(specs="softmax; linear", lengths=(64, 128, 256), tokens
 @pytest.fixture
 def plt():
     return plots.pyplot()
-
-
-def unwatched(items, *_):
-    return items
-
-
-MISTAKES = {
-    "scaling --specs lniear": "unknown name 'lniear' (did you mean 'linear'?); known: ",
-    "scaling --specs sdpa": "sdpa is no layer; softmax is",
-    "scaling --specs kernel": "kernel is no layer; linear is",
-    "scaling --specs linear@c": "unknown suffix of a candidate 'c'; known: ",
-    "scaling --heads 3 --specs softmax(kv_heads=2)": "kv_heads",
-    "scaling --lengths 64,63": "lengths=64,63 must be at least 64",
-    "scaling --tokens 0": "tokens=0 must be at least 1",
-    "scaling --rounds 0": "rounds=0 must be at least 1",
-    "scaling --limit 0": "limit=0.0 must be positive",
-}
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypatch):
-    refused(line, MISTAKES[line], capsys, tmp_path, monkeypatch)
 
 
 def test_batches_hold_the_same_number_of_tokens_and_one_sequence_at_least():

@@ -13,21 +13,6 @@ from longspan.cli.entry import main
 from longspan.models.decoder import Decoder
 from longspan_lab.experiments import spans
 from longspan_lab.experiments.experiment import Place
-from mistaken import refused
-
-MISTAKES = {
-    "spans --data digits": "data=digits: spans are learned on text, text:stdlib or text:PATH",
-    "spans --penalty 0": "penalty=0.0 must be positive; the spans without one are learned in any case",
-    "spans --initial 200": "initial=200.0 is a span in tokens; it must lie between 0 and span=128",
-    "spans --heads 3": "dim=64 is not a multiple of heads=3",
-    "spans --tests -1": "tests=-1 must not be negative",
-    "spans --evaluate_every 0": "evaluate_every=0 must be at least 1",
-}
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypatch):
-    refused(line, MISTAKES[line], capsys, tmp_path, monkeypatch)
 
 
 def decoder(fractions):

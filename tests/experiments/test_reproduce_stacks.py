@@ -9,52 +9,6 @@ pytest.importorskip("matplotlib", reason="the experiments draw: pip install long
 pytest.importorskip("lightning", reason="training lends its learning rates: pip install longspan[train]")
 
 from longspan_lab.experiments import learning, lengths, ponder
-from longspan_lab.experiments.experiment import Place
-from mistaken import refused
-
-MISTAKES = {
-    "ponder --penalties 0": "penalties must be positive",
-    "ponder --attention linaer": "unknown name 'linaer'",
-    "ponder --cap 0": "cap=0 must be at least 1",
-    "ponder --rate 0": "rate=0.0 must be positive",
-    "lengths --positions relativ": "unknown positions 'relativ'",
-    "lengths --positions alibi --attention gla": "gla has no alibi positions",
-    "lengths --tests 0": "tests=0 must be at least 1",
-    "lengths --dim 63": "dim=63 is not a multiple of heads=4",
-    "lengths --rate 0": "rate=0.0 must be positive",
-}
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypatch):
-    refused(line, MISTAKES[line], capsys, tmp_path, monkeypatch)
-
-
-def unwatched(items, *_):
-    return items
-
-
-class Killed(Exception):
-    pass
-
-
-@pytest.mark.parametrize("module", [ponder, lengths])
-def test_a_training_goes_on_where_it_was_killed(module, tmp_path, monkeypatch):
-    monkeypatch.setattr(learning, "KEEP", 2)
-    settings = replace(module.EXPERIMENT.quick, **{"steps" if module is ponder else "updates": 5})
-
-    def killed(items, *_):
-        for i, item in enumerate(items):
-            if i == 3:
-                raise Killed
-            yield item
-
-    for point in module.points(settings):
-        whole = module.measure(settings, point, Place(tmp_path / "whole", unwatched))
-        assert [row["step"] for row in whole["curve"]] == [2, 4, 5]
-        with pytest.raises(Killed):
-            module.measure(settings, point, Place(tmp_path / "cut", killed))
-        assert module.measure(settings, point, Place(tmp_path / "cut", unwatched)) == whole
 
 
 class TestPonder:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from test_engine import decoder, double, needs_kernels, plain, run
+from test_engine import MODELS, decoder, double, needs_kernels, plain, run
 from torch.utils import _pytree as pytree
 
 import longspan
@@ -30,7 +30,14 @@ SPECS = [
 ]
 
 
-def model(spec: str, dim: int = 64, heads: int = 4, **options):
+# With those of the other mixers.
+ALL = pytest.mark.parametrize("spec", [*SPECS, *MODELS], ids=str)
+
+
+def model(spec: str | tuple, dim: int = 64, heads: int = 4, **options):
+    """A decoder of these mixers, or of a row of ``MODELS``."""
+    if isinstance(spec, tuple):
+        return decoder(spec, dim, heads)
     parts = {"positions": "none", "activation": "swiglu", "norm": "rms", "prenorm": True, "tied": False} | options
     return decoder((spec, *parts.values()), dim, heads, depth=2)
 
@@ -100,7 +107,7 @@ def test_blocks_of_other_kinds(options):
     close(found, expected)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@ALL
 def test_engine_and_modules_take_turns(spec):
     own = model(spec)
     engine, state, outputs = Engine(own), own.init_state(3), []
@@ -112,7 +119,7 @@ def test_engine_and_modules_take_turns(spec):
     torch.testing.assert_close(torch.cat(outputs, 1), whole, atol=2e-5, rtol=2e-5)
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("spec", [*SPECS, MODELS[2]], ids=str)
 def test_bfloat16_is_no_worse_than_the_modules(spec):
     half = model(spec).bfloat16()
     twin = double(half)
@@ -125,7 +132,7 @@ def test_bfloat16_is_no_worse_than_the_modules(spec):
     assert (found.double() - exact).abs().max() <= (worse.double() - exact).abs().max()
 
 
-@pytest.mark.parametrize("spec", SPECS)
+@ALL
 def test_threads_do_not_change_a_bit(spec):
     own, tokens, threads, found = model(spec, 192), torch.randint(0, 37, (5, 6)), torch.get_num_threads(), []
     try:

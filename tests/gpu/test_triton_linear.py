@@ -93,16 +93,6 @@ def test_sizes(n, d, e, causal, monkeypatch):
     compare([q, k, v, state if causal else None], causal=causal)
 
 
-def test_no_state():
-    q, k, v, _ = data()
-    compare([q, k, v, None])
-
-
-def test_segments():
-    ids = torch.tensor([SEGMENTS, SEGMENTS[::-1]], device=DEVICE)
-    compare(data(batch=2), segments=ids)
-
-
 @pytest.mark.parametrize("causal", [True, False])
 def test_masked_tokens_may_hold_nan(causal):
     q, k, v, state = data(batch=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from longspan.models.stacks import gates
-from stack_cases import data, grads, same, stack
+from stack_cases import data, stack
 
 
 class TestGates:
@@ -81,13 +81,3 @@ class TestLessMemory:
         assert torch.equal(found[0][0], found[1][0])
         for one, two in zip(found[0][1], found[1][1], strict=True):
             assert one is None or torch.equal(one, two)
-
-    @pytest.mark.parametrize("chunk", [1, 4, 13, 40])
-    @pytest.mark.parametrize("kind", ["plain", "reversible"])
-    def test_chunks_of_the_feedforward(self, chunk, kind):
-        found = []
-        for size in (0, chunk):
-            made, x = stack(stack=kind, feedforward_chunk=size).train(), data().requires_grad_()
-            y, _ = made(x)
-            found.append((y, *grads(made, y, x)))
-        same(*found, 1e-12)

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from longspan import Decoder, DecoderConfig
@@ -43,20 +42,6 @@ class TestRecurrent:
                 y, state = made(part, state)
                 parts.append(y)
             torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-9)
-
-    def test_what_comes_later_moves_nothing_earlier(self, kind, attention):
-        made, x = stack(stack=kind, attention=attention), data()
-        other = torch.cat([x[:, :7], data(6, seed=5)], 1)
-        torch.testing.assert_close(made(other)[0][:, :7], made(x)[0][:, :7], rtol=1e-12, atol=1e-12)
-
-    def test_padding_does_not_exist(self, kind, attention):
-        made, x = stack(stack=kind, attention=attention), data(9)
-        padded, mask = F.pad(x, (0, 0, 3, 2), value=float("nan")), F.pad(torch.ones(2, 9, dtype=torch.bool), (3, 2))
-        y, state = made(padded, made.init_state(2), mask=mask)
-        alone, after = made(x, made.init_state(2))
-        torch.testing.assert_close(y[:, 3:12], alone, rtol=1e-9, atol=1e-9)
-        more = data(2, seed=3)
-        torch.testing.assert_close(made(more, state)[0], made(more, after)[0], rtol=1e-9, atol=1e-9)
 
 
 class TestUniversal:

@@ -1,7 +1,5 @@
 """Positions, rotations, short convolutions, norms and the feed-forward network."""
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -160,50 +158,6 @@ class TestShortConvolution:
         assert ours.abs().max() <= 0.5
         assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.05)
 
-    @pytest.mark.parametrize("cuts", [[1] * 13, [2, 11], [5, 0, 8], [12, 1]])
-    def test_any_cut_gives_one_answer(self, convolution, cuts):
-        x, state, outputs = randn(2, 13, 3), None, []
-        whole, after = convolution(x)
-        for part in x.split(cuts, 1):
-            y, state = convolution(part, state)
-            outputs.append(y)
-        torch.testing.assert_close(torch.cat(outputs, 1), whole, atol=1e-14, rtol=0)
-        assert torch.equal(state, after)
-
-    def test_masked_tokens_do_not_exist(self, convolution):
-        x, state = randn(3, 13, 3), randn(3, 3, 3, seed=1)
-        mask = torch.rand(3, 13, generator=torch.Generator().manual_seed(2)) < 0.5
-        mask[2] = False
-        y, after = convolution(x, state, mask=mask)
-        for row in (0, 1):
-            alone, end = convolution(x[row : row + 1, mask[row]], state[row : row + 1])
-            torch.testing.assert_close(y[row, mask[row]], alone[0], atol=1e-14, rtol=0)
-            assert torch.equal(after[row], end[0])
-        assert torch.equal(after[2], state[2])
-
-    @pytest.mark.parametrize("masked", [False, True])
-    def test_segments_are_separate(self, convolution, masked):
-        x, state = randn(2, 13, 3), randn(2, 3, 3, seed=1)
-        segments = torch.tensor([[0] * 2 + [3] * 6 + [4] * 5, [1] * 12 + [2]])
-        mask = torch.ones(2, 13, dtype=torch.bool)
-        if masked:
-            mask[0, [0, 3, 8]] = mask[1, [4, 5]] = False
-        y, after = convolution(x, state, mask=mask if masked else None, segments=segments)
-        for row, borders in ((0, [0, 2, 8, 13]), (1, [0, 12, 13])):
-            for start, end in itertools.pairwise(borders):
-                real = mask[row, start:end]
-                before = None if start else state[row : row + 1]
-                alone, last = convolution(x[row : row + 1, start:end][:, real], before)
-                torch.testing.assert_close(y[row, start:end][real], alone[0], atol=1e-14, rtol=0)
-            assert torch.equal(after[row], last[0])
-
-    def test_one_token_of_one_segment(self, convolution):
-        x, state, mask = randn(2, 1, 3), randn(2, 3, 3, seed=1), torch.tensor([[True], [False]])
-        y, after = convolution(x, state)
-        again, rest = convolution(x, state, mask=mask, segments=torch.tensor([[5], [5]]))
-        torch.testing.assert_close(again[0], y[0])
-        assert torch.equal(rest, torch.stack([after[0], state[1]]))
-
     def test_the_state_is_a_value(self, convolution):
         x, state = randn(2, 5, 3), randn(2, 3, 3, seed=1)
         copy = state.clone()
@@ -211,31 +165,6 @@ class TestShortConvolution:
         assert torch.equal(state, copy)
         # Not a view, which would keep a whole prompt in memory.
         assert after.untyped_storage().nbytes() == after.nbytes
-
-    def test_half_precision_is_summed_in_single(self, convolution):
-        x, layer = randn(2, 5, 3).bfloat16(), convolution.bfloat16()
-        y, state = layer(x)
-        assert (y.dtype, state.dtype) == (torch.bfloat16, torch.float32)
-        exact = F.conv1d(F.pad(x.double().mT, (3, 0)), layer.weight.double()[:, None], groups=3).mT
-        assert torch.equal(y, exact.bfloat16())
-
-    def test_no_tokens(self, convolution):
-        state, none = randn(2, 3, 3), torch.zeros(2, 0, dtype=torch.long)
-        y, after = convolution(randn(2, 0, 3), state, mask=none.bool(), segments=none)
-        assert y.shape == (2, 0, 3)
-        assert torch.equal(after, state)
-
-    def test_gradients(self, convolution):
-        mask = torch.tensor([[True, False, True, True, True], [False, True, True, False, True]])
-        segments = torch.tensor([[0, 0, 0, 1, 1], [0] * 5])
-        x, state = randn(2, 5, 3).requires_grad_(), randn(2, 3, 3, seed=1).requires_grad_()
-
-        def call(x, state, weight):
-            arguments = ((x, state), {"mask": mask, "segments": segments})
-            y, after = torch.func.functional_call(convolution, {"weight": weight}, *arguments)
-            return y * mask[..., None], after
-
-        assert torch.autograd.gradcheck(call, (x, state, convolution.weight))
 
     def test_widths_that_reach_nothing_are_refused(self):
         with pytest.raises(ValueError, match="width=1 must be at least 2"):

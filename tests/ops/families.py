@@ -204,7 +204,7 @@ def call_gated(given: Given, **options: Any) -> tuple[Tensor, Tensor]:
         return longspan.decay_attention(**given, **options, return_state=True)
     # The sum without decay has no public function.
     q, k, v = (given[name] for name in ("query", "key", "value"))
-    return gated.recur(q, k, v, state=given["state"], **options)
+    return gated.recur(q, k, v, state=given.get("state"), **options)
 
 
 def call_selective(given: Given, **options: Any) -> tuple[Tensor, Tensor]:

@@ -161,6 +161,14 @@ def test_values_and_gradients_equal_the_definition(family, form, row):
     assert not beyond, errors
 
 
+@pytest.mark.parametrize("n", [1, 37])
+def test_without_a_state_a_sequence_begins_from_zeros(family, form, n):
+    given, options = family.operands(length(form, n), dtype=dtype_of(form)), usual(family, form)
+    right = family.outcome(form, given | {"state": torch.zeros_like(given["state"])}, **options)
+    del given["state"], right["state"]
+    assert_close(family.outcome(form, given, **options), right, limit(family, form))
+
+
 @only(lambda family, form: form in ("reference", "torch"))
 def test_packed_sequences_equal_separate_calls(family, form):
     n, options = 67, usual(family, form)

@@ -3,8 +3,6 @@
 ``test_op_laws.py`` compares all forms with the definition.
 """
 
-import itertools
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -49,30 +47,6 @@ def test_it_is_the_causal_conv1d_of_torch(name):
     del given["state"]
     with backend(name):
         assert_close([causal_convolution(**given)[0]], [expected], 1e-12)
-
-
-@pytest.mark.parametrize("name", WAYS)
-def test_packed_sequences_see_only_themselves(name):
-    """Exactly: one token of another sequence would be seen, however small its weight."""
-    given = arguments(67, 21, batch=1, states=6, dtype=torch.float32)
-    cuts = packing("cu_seqlens", 67, 1)["cu_seqlens"]
-    with backend(name):
-        y, state = causal_convolution(**given, cu_seqlens=cuts, activation="silu")
-        for s, (begin, end) in enumerate(itertools.pairwise(cuts.tolist())):
-            alone = given | {"x": given["x"][:, begin:end], "state": given["state"][s : s + 1]}
-            # Native kernels have nothing to do for no tokens.
-            with backend(name if begin < end else "auto"):
-                part, last = causal_convolution(**alone, activation="silu")
-            torch.testing.assert_close(y[:, begin:end], part, atol=1e-6, rtol=1e-6)
-            assert state[s : s + 1].equal(last)
-        spoilt = given | {"x": given["x"].clone()}
-        spoilt["x"][:, : cuts[3]] = torch.nan
-        after, _ = causal_convolution(**spoilt, cu_seqlens=cuts, activation="silu")
-        assert after[:, cuts[3] :].equal(y[:, cuts[3] :])
-        segments = torch.bucketize(torch.arange(67), cuts, right=True)[None]
-        del given["state"]
-        both = [causal_convolution(**given, **p)[0] for p in ({"segments": segments}, {"cu_seqlens": cuts})]
-        torch.testing.assert_close(*both, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", WAYS)

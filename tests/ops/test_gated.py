@@ -144,20 +144,6 @@ def test_the_kernels_keep_no_normalized_copies():
     assert starts.shape[2] == -(-67 // kernels.SPAN)
 
 
-@pytest.mark.parametrize("form", [chunks.attend, definition.attend])
-@pytest.mark.parametrize("decay", ["head", "channel"])
-def test_what_is_forgotten_is_gone(form, decay):
-    """A log decay of -inf leaves nothing of what was there, however large."""
-    given = arguments(29, decay, delta=False)
-    given["value"][:, :, :9] *= 1e30
-    given["value"][:, :, 9:] = 0.0
-    given["log_decay"][:, :, 9] = -torch.inf
-    o, state = form(recurrence(given))
-    assert o[:, :, :9].abs().max() > 1e28
-    assert not o[:, :, 9:].any()
-    assert not state.any()
-
-
 @pytest.mark.parametrize("name", ["torch", "native"])
 @pytest.mark.parametrize(("decay", "delta"), KINDS)
 def test_normalized_inside_equals_normalized_before(name, decay, delta):
@@ -198,18 +184,6 @@ def test_the_scale_is_one_over_the_root_of_d():
     given = arguments(13, sizes=(5, 3))
     found = longspan.delta_rule(**given)
     torch.testing.assert_close(found, longspan.delta_rule(**given | {"query": given["query"] * 5**-0.5}, scale=1.0))
-
-
-@pytest.mark.parametrize("delta", [False, True])
-@pytest.mark.parametrize("decay", ["head", "channel"])
-def test_a_masked_token_leaves_the_state_alone(decay, delta):
-    given = arguments(1, decay, delta, dtype=torch.float32)
-    call = longspan.delta_rule if delta else longspan.decay_attention
-    wanted = call(**given, return_state=True)
-    o, state = call(**given, mask=torch.tensor([[True], [False]]), return_state=True)
-    assert_close([o[:1], state[:1]], [t[:1] for t in wanted], 1e-5)
-    assert not o[1].any()
-    assert state[1].equal(given["state"][1])
 
 
 WHOLE = {

@@ -123,27 +123,6 @@ def test_a_long_sequence_that_forgets_little(backend, delta):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("decay", ["none", "head", "channel"])
-@pytest.mark.parametrize("delta", [True, False])
-def test_half_precision_rounds_its_output_only(backend, dtype, decay, delta):
-    """Operands that half precision holds: all that it may cost is the rounding of the output."""
-    given = operands(1021, dtype)
-    shapes = {"none": None, "head": (1, 2, 1021), "channel": (1, 2, 1021, 8)}
-    if shapes[decay]:
-        given["log_decay"] = -randn(*shapes[decay], seed=6).abs().float()
-    if not delta:
-        del given["beta"]
-    (o, state), (expected, after) = measured(backend, given), exact(given)
-    assert (o.dtype, state.dtype) == (dtype, torch.float32)
-    assert_close([o], [expected], torch.finfo(dtype).eps)
-    assert_close([state], [after], SINGLE)
-    o, state = o.double(), state.double()
-    # Token by token too, where the output is small.
-    assert ((o - expected).abs() <= torch.finfo(dtype).eps * expected.abs() + SINGLE * expected.abs().max()).all()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_state_that_turns_over_at_each_token(backend):
     """beta |k|^2 is almost 2 and the keys are equal: each of the 1000 tokens that are remembered adds its rounding."""
     given = operands(LONG, beta=1.999, spread=0.0)

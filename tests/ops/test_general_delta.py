@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
-from torch.export import Dim, export
 
 import longspan
 from longspan import general_delta_rule
@@ -138,26 +136,6 @@ def test_spans_and_chunks_give_one_answer(monkeypatch):
     for chunk in (1, 2, 8, 32):
         found = general_chunks.composed(r, chunk=chunk)
         assert_close(found, list(expected.values())[:2], 1e-12)
-
-
-NAMES = tuple(made(1))
-
-
-class Recurrence(nn.Module):
-    def forward(self, *tensors):
-        return general_delta_rule(**dict(zip(NAMES, tensors, strict=True)), **EARLY, return_state=True)
-
-
-def test_one_exported_program_serves_every_batch_and_length():
-    batch, tokens = Dim("B", min=1), Dim("N", min=1)
-    shapes = [{0: batch} if name == "state" else {0: batch, 2: tokens} for name in NAMES]
-    program = export(Recurrence(), tuple(made(50).values()), dynamic_shapes=(tuple(shapes),)).module()
-    for rows, n in ((1, 1), (3, 9), (2, 145)):
-        given = [t.requires_grad_() for t in made(n, batch=rows).values()]
-        found, expected = program(*given), Recurrence()(*given)
-        assert_close(found, expected, 1e-12)
-        slopes = [torch.autograd.grad(sum(t.sin().sum() for t in one), given) for one in (found, expected)]
-        assert_close(*slopes, 1e-12)
 
 
 def test_the_exported_operation_keeps_the_rules_of_torch():

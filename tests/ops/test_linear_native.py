@@ -126,21 +126,6 @@ class TestStep:
         assert torch.equal(found["auto"][0], found["torch"][0])
         torch.testing.assert_close(found["auto"][1], found["torch"][1], atol=1e-4, rtol=0)
 
-    def test_laws_of_a_state_in_float32(self):
-        """Native steps leave the given state, and continue it as one call would."""
-        torch.manual_seed(0)
-        module, x = longspan.build("linear", 24, 2).eval(), torch.randn(3, 13, 24)
-        with torch.no_grad():
-            whole, state = module(x)[0], module.init_state(3)
-            outputs = []
-            for token in x.split(1, 1):
-                kept = longspan.states.clone(state)
-                y, after = module(token, state)
-                assert torch.equal(state.sums, kept.sums)
-                outputs.append(y)
-                state = after
-        torch.testing.assert_close(torch.cat(outputs, 1), whole, atol=1e-5, rtol=1e-5)
-
 
 @needs_kernels
 @pytest.mark.parametrize("tokens", [1, 40])

@@ -108,18 +108,6 @@ def test_the_state_stays_in_the_first_segment(name, kind):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("kind", ["auto", "reference", "torch"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_no_tokens_leave_the_state(name, kind, dtype):
-    family = FAMILIES[name]
-    given = family.cut(cast(operands(name), dtype), 0, 0)
-    y, after = family.run(kind, given, mask=MASK[:, :0], segments=SEGMENTS[:, :0])
-    assert y.shape[family.axis] == 0
-    assert after.equal(given["state"])
-
-
-@pytest.mark.whole
 @pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_gradients_may_have_any_layout(name, kind):
     family = FAMILIES[name]

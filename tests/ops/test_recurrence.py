@@ -103,13 +103,6 @@ def test_an_unknown_backend_is_refused_and_the_choice_ends_with_the_block():
 
 
 class TestLinearAttention:
-    def test_equals_the_dense_form(self):
-        q, k, v, _ = numbers(29)
-        phi = lambda x: torch.where(x > 0, x + 1, x.exp())  # noqa: E731
-        weights = (phi(q) @ phi(k).mT).tril()
-        expected = weights @ v / (weights.sum(-1, keepdim=True) + 1e-6)
-        torch.testing.assert_close(linear_attention(q, k, v), expected, atol=1e-12, rtol=1e-12)
-
     def test_one_token_by_hand(self):
         """One token attends to itself alone: phi(q)phi(k) v / (phi(q)phi(k) + eps)."""
         one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
@@ -122,11 +115,6 @@ class TestLinearAttention:
         # phi = 2, 4: the second row weighs 8 and 16.
         torch.testing.assert_close(out.flatten(), torch.tensor([1.0, (8 * 1 + 16 * 3) / 24], dtype=torch.float64))
         torch.testing.assert_close(state.flatten(), torch.tensor([2 * 1 + 4 * 3, 2 + 4], dtype=torch.float64))
-
-    def test_constant_values_come_back(self):
-        q, k, v, _ = numbers(29)
-        out = linear_attention(q, k, torch.ones_like(v), eps=0.0)
-        torch.testing.assert_close(out, torch.ones_like(v), atol=1e-12, rtol=0)
 
     def test_cross_attention_reads_all_real_keys(self):
         q, k, v, _ = numbers(29)

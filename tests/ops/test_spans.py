@@ -103,30 +103,10 @@ class TestCausal:
         inputs = [*inputs, state] if given else inputs
         same(causal(*inputs, **arguments), definition(*inputs, **arguments), inputs)
 
-    @pytest.mark.parametrize("feature_map", features.MAPS)
-    def test_every_map(self, feature_map, small):
-        inputs = numbers(50)
-        same(causal(*inputs, feature_map=feature_map), definition(*inputs, feature_map=feature_map), inputs)
-
     @pytest.mark.parametrize("n", [257, 1031, 2100])
     def test_true_sizes(self, n):
         inputs = numbers(n, b=1, h=2)
         same(causal(*inputs, chunk=linear.causally.CHUNK), definition(*inputs), inputs, 1e-8)
-
-    def test_any_strides(self, small):
-        inputs = numbers(50)
-        expected = causal(*inputs)
-        wanted = gradients(expected, inputs)
-        for change in (
-            lambda x: x.contiguous(),
-            lambda x: x.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0),
-            lambda x: x.repeat_interleave(2, -1)[..., ::2],
-            lambda x: x.flip(2).flip(2),
-        ):
-            changed = [change(x) for x in inputs]
-            found = causal(*changed)
-            torch.testing.assert_close(found, expected)
-            torch.testing.assert_close(gradients(found, inputs), wanted)
 
     def test_shared_memory_of_queries_keys_and_values(self, small):
         """Slices of one projection, and one row for the whole batch."""
@@ -167,15 +147,6 @@ class TestCausal:
         _, after = causal(*inputs)
         assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
         assert after.untyped_storage().data_ptr() != inputs[-1].untyped_storage().data_ptr()
-
-    @pytest.mark.parametrize(("b", "n"), [(2, 0), (0, 50), (0, 0)])
-    def test_nothing_to_read(self, b, n, small):
-        inputs = numbers(n, b=b)
-        for options in ({}, {"mask": torch.ones(b, n, dtype=torch.bool), "segments": torch.zeros(b, n).long()}):
-            out, state = causal(*inputs, **options)
-            assert out.shape == (b, 3, n, E)
-            assert torch.equal(state, inputs[-1])
-            gradients((out, state), inputs)
 
     def test_derivatives(self, monkeypatch):
         monkeypatch.setattr(linear.causally, "SPAN", 4)

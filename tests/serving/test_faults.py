@@ -236,49 +236,6 @@ def test_choices_do_not_wait_for_each_other_to_stop():
         client.close()
 
 
-def test_seeds_do_not_depend_on_the_order_of_arrival(shared):
-    bodies = [{"prompt": f"{i}", "max_tokens": 6, "seed": i, "top_k": 50, "stream": i % 2 == 0} for i in range(8)]
-
-    async def crowd(order):
-        async with httpx.AsyncClient(timeout=60) as client:
-            tasks = {}
-            for i in order:
-                tasks[i] = asyncio.create_task(client.post(shared.url + PATH, json=bodies[i]))
-                await asyncio.sleep(0.001)
-            answers = [(await tasks[i]).text for i in range(8)]
-        return [_text(answer) for answer in answers]
-
-    orders = [list(range(8)), list(range(7, -1, -1)), random.Random(1).sample(range(8), 8)]
-    found = [asyncio.run(crowd(order)) for order in orders]
-    assert found[0] == found[1] == found[2]
-    assert len(set(found[0])) == 8
-
-
-def _text(answer):
-    if answer.startswith("{"):
-        return json.loads(answer)["choices"][0]["text"]
-    lines = [line[6:] for line in answer.splitlines() if line.startswith("data: {")]
-    return "".join(json.loads(line)["choices"][0]["text"] for line in lines)
-
-
-def test_a_prompt_of_64_kb_delays_a_token_by_one_piece():
-    with gated(model=decoder(attention="linear"), pool={"slots": 9, "prefill": 1024}) as (running, gate):
-        clients = [ask(running, prompt="a", max_tokens=4000, stream=True) for _ in range(8)]
-        until(lambda: running.pool.waiting == 8)
-        gate.step(2)
-        streams = list(running.pool.rows)
-        long = ask(running, prompt="x" * 65536, max_tokens=1)
-        until(lambda: running.pool.waiting == 1)
-        for i in range(65):  # of 1,024 tokens, with the start token
-            assert running.pool.waiting == 1
-            gate.step()
-            assert {len(one.tokens) for one in streams} == {4 + i}
-        assert running.pool.waiting == 0
-        assert '"completion_tokens":1' in body_of(long)
-        for client in clients:
-            client.close()
-
-
 def test_a_comment_keeps_a_silent_stream_open(monkeypatch):
     monkeypatch.setattr(reply, "PING", 0.05)
     with gated() as (running, _):

@@ -6,14 +6,13 @@ import random
 import threading
 
 import pytest
-import torch
 
 pytest.importorskip("starlette")
 openai = pytest.importorskip("openai")
 
 import pools  # noqa: E402
 from pools import Failing  # noqa: E402
-from servers import Gate, Running, gated, scripted, text_of, until  # noqa: E402
+from servers import Gate, Running, gated, text_of, until  # noqa: E402
 
 from longspan.serving import reply  # noqa: E402
 from longspan.serving.reply import Reply  # noqa: E402
@@ -110,20 +109,6 @@ def test_turns_of_a_session_are_one_long_completion(running, client, stream):
     assert content(client, session) == [*b"The", *running.alone("The", 24)]
 
 
-def test_a_stop_string_in_a_session_and_a_fork(running, client):
-    session = session_of(client, prompt="stop")
-    drawn = text_of(running.alone("stop", 30))
-    stop = drawn[10:13]
-    turn = complete(client, "", session, max_tokens=30, stop=stop, stream=True)
-    assert (turn.text, turn.finish_reason) == (drawn[: drawn.index(stop)], "stop")
-    read = content(client, session)
-    assert text_of(read) == "stop" + turn.text
-    fork = session_of(client, fork_from=session, prompt="!")
-    assert complete(client, "", fork, max_tokens=6).text == text_of(running.alone([*read, *b"!"], 6))
-    assert content(client, session) == read
-    assert complete(client, "", session, max_tokens=6).text == text_of(running.alone(read, 6))
-
-
 def test_what_a_session_does_not_take_is_refused(client):
     session = session_of(client, prompt="a")
     for options, param, message in (
@@ -168,61 +153,6 @@ def test_logprobs_of_a_stream_are_those_of_the_whole(client, top):
     assert len(whole.logprobs.tokens) == 12
     whole.logprobs.top_logprobs = whole.logprobs.top_logprobs or []
     same(complete(client, "河", stream=True, **options), whole)
-
-
-def test_a_stream_that_is_closed_frees_its_slot_and_leaves_its_session():
-    with gated(model=decoder(), pool={"slots": 1}) as (running, gate), connected(running) as client:
-        session = session_of(client)
-        for given in (None, session):
-            extra = {} if given is None else {"extra_body": {"session": given}}
-            stream = client.completions.create(prompt="a", max_tokens=4000, stream=True, logprobs=0, **GREEDY, **extra)
-            gate.step()
-            (live,) = running.pool.rows
-            assert next(stream).choices[0].logprobs.tokens
-            stream.close()
-            until(lambda live=live: live.cancelled)  # without a step
-            gate.step()
-            assert running.pool.live == 0
-        assert running.server.worker.cancelled == 2
-        gate.release()
-        assert content(client, session) == []
-        assert complete(client, "a", session, max_tokens=5).text == text_of(running.alone("a", 5))
-
-
-def test_clients_that_leave_at_every_stage_are_counted_once():
-    """Waiting and drawing, in a stream and not."""
-    with gated(model=decoder(), pool={"slots": 2}) as (running, gate):
-        worker = running.server.worker
-
-        async def ask(client, stream):
-            found = await client.completions.create(prompt="a", max_tokens=4000, stream=stream, **GREEDY)
-            if stream:
-                async for _ in found:
-                    pass
-
-        async def leave():
-            async with concurrent(running) as client:
-                tasks = [asyncio.create_task(ask(client, i % 2 == 0)) for i in range(6)]
-                await asyncio.to_thread(until, lambda: running.pool.waiting == 6)
-                await asyncio.to_thread(gate.step, 3)
-                assert (running.pool.live, running.pool.waiting) == (2, 4)
-                for task in tasks:
-                    task.cancel()
-                await asyncio.wait(tasks)
-                await asyncio.to_thread(until, lambda: worker.cancelled == 6)  # without a step
-                await asyncio.to_thread(gate.step)
-                assert (running.pool.live, running.pool.waiting) == (0, 0)
-
-        asyncio.run(leave())
-        gate.release()
-        with connected(running) as client:
-            drawn = text_of(running.alone("b", 30))
-            for stream in (False, True):
-                assert complete(client, "b", max_tokens=30, stream=stream).text == drawn
-                stopped = complete(client, "b", max_tokens=30, stream=stream, stop=drawn[9:11])
-                assert (stopped.text, stopped.finish_reason) == (drawn[: drawn.index(drawn[9:11])], "stop")
-        running.settle()
-        assert worker.cancelled == 6
 
 
 def test_a_stream_is_not_held_back_on_its_way(monkeypatch):
@@ -311,33 +241,6 @@ def test_a_second_turn_at_a_time_raises_a_conflict_error(running, client):
     assert content(client, session) == [*b"busy", *running.alone("busy", 4)]
 
 
-def test_an_error_of_one_request_is_not_that_of_others():
-    with gated(model=decoder()) as (running, gate):
-        expected = text_of(running.alone("good", 9))
-        with torch.no_grad():
-            running.model.embedding.tokens.weight[255] = float("nan")
-
-        async def ask():
-            async with concurrent(running) as client:
-
-                async def one(prompt, stream):
-                    found = await client.completions.create(prompt=prompt, max_tokens=9, stream=stream, **GREEDY)
-                    return "".join([e.choices[0].text async for e in found]) if stream else found.choices[0].text
-
-                tasks = [one(prompt, stream) for prompt in ("good", [97, 255]) for stream in (False, True)]
-                asked = asyncio.gather(*tasks, return_exceptions=True)
-                await asyncio.to_thread(until, lambda: running.pool.waiting == 4)
-                gate.release()
-                return await asked
-
-        *good, whole, streamed = asyncio.run(ask())
-        assert good == [expected] * 2
-        assert isinstance(whole, openai.InternalServerError)
-        assert whole.code == "model_error"
-        assert isinstance(streamed, openai.APIError)
-        assert all("not numbers" in str(error) for error in (whole, streamed))
-
-
 def test_an_error_of_the_model_leaves_the_session(running, client, monkeypatch):
     session = session_of(client, prompt="fail")
     with monkeypatch.context() as patch:
@@ -350,35 +253,7 @@ def test_an_error_of_the_model_leaves_the_session(running, client, monkeypatch):
     assert complete(client, "", session, max_tokens=5).text == text_of(running.alone("fail", 5))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_server_whose_model_has_ended_refuses():
-    with Running() as running, connected(running) as client:
-
-        def ends():
-            raise SystemExit
-
-        running.pool.step = ends
-        for _ in range(2):
-            with pytest.raises(openai.InternalServerError, match="thread has ended") as error:
-                complete(client, "a")
-            assert error.value.code == "model_error"
-
-
 # What a request draws.
-
-
-def test_characters_and_stop_strings_are_whole(running, client):
-    words = "one 河 two 😀 three"
-    n = len(words.encode())
-    with scripted(running, words.encode()):
-        pieces = list(client.completions.create(prompt="", max_tokens=n, stream=True, **GREEDY))
-        texts = [piece.choices[0].text for piece in pieces]
-        assert "".join(texts) == words
-        assert {"河", "😀"} <= set(texts)
-        for stop in ("two", "o 😀 t", "河 ", "e", "three"):
-            turn = complete(client, "", max_tokens=n, stop=["never", stop], stream=True)
-            assert (turn.text, turn.finish_reason) == (words[: words.index(stop)], "stop")
-        assert complete(client, "", max_tokens=n, stop="threes", stream=True).text == words
 
 
 def test_an_answer_does_not_depend_on_the_crowd_or_the_order(running):

@@ -1,6 +1,5 @@
 """The server through a real socket: completions, streams, limits, clients that hang up."""
 
-import asyncio
 import json
 import os
 import random
@@ -17,7 +16,7 @@ httpx = pytest.importorskip("httpx")
 pytest.importorskip("starlette")
 
 from pools import Failing, decoder  # noqa: E402
-from servers import Running, events, gated, text_of, until  # noqa: E402
+from servers import Running, events, text_of, until  # noqa: E402
 
 from longspan.serving.guard import Access  # noqa: E402
 from longspan.serving.server import Limits  # noqa: E402
@@ -86,31 +85,6 @@ def test_several_prompts_echo_and_tokens(running):
     ]
 
 
-def test_seeds_do_not_depend_on_the_crowd(running):
-    body = {"prompt": "seed", "max_tokens": 10, "seed": 7}
-    alone = running.post(**body).json()["choices"][0]["text"]
-
-    async def crowd():
-        async with httpx.AsyncClient(timeout=60) as client:
-            url = f"{running.url}/v1/completions"
-            others = [client.post(url, json={"prompt": f"{i}", "max_tokens": 10}) for i in range(6)]
-            *_, mine = await asyncio.gather(*others, client.post(url, json=body))
-            return mine.json()["choices"][0]["text"]
-
-    assert asyncio.run(crowd()) == alone
-
-
-def test_a_stop_string_cuts_wherever_it_falls():
-    text = "one two three"
-    for cut in range(1, len(text)):
-        for stop, expected in ((["two"], "one "), (["ee", "thr"], "one two "), (["x"], text), (["e t"], "on")):
-            stops = Stops(stop)
-            found = stops.add(text[:cut]) + stops.add(text[cut:]) + stops.end()
-            assert found == expected
-    one_by_one = Stops(["two"])
-    assert "".join(map(one_by_one.add, text)) + one_by_one.end() == "one "
-
-
 def test_stop_strings_do_not_depend_on_the_pieces():
     """The first string that is whole ends the text; of those that end there, the longest."""
     draw = random.Random(0)
@@ -129,15 +103,6 @@ def test_stop_strings_do_not_depend_on_the_pieces():
             text = text[size:]
         assert "".join(found) + stops.end() == expected
         assert stops.stopped == bool(ends)
-
-
-def test_stop_strings_end_a_completion(running):
-    whole = text_of(running.alone("stop", 30))
-    stop = whole[10:13]
-    found = running.post(prompt="stop", max_tokens=30, temperature=0, stop=stop).json()["choices"][0]
-    assert found["text"] == whole[: whole.index(stop)]
-    assert found["finish_reason"] == "stop"
-    until(lambda: running.pool.live == 0)
 
 
 def test_characters_of_several_bytes_arrive_whole():
@@ -184,76 +149,6 @@ def test_bodies_that_are_no_json_and_too_large_ones_are_refused(running):
     assert running.send(b" " * ((1 << 20) + 1)).status_code == 413
     assert httpx.get(f"{running.url}/nothing").status_code == 404
     assert httpx.get(url).status_code == 405
-
-
-def test_clients_that_hang_up_free_their_slots():
-    generator = random.Random(0)
-    with Running(pool={"slots": 4, "queue": 400}) as running:
-
-        async def one(client, i):
-            body = {"prompt": f"{i}" * 9, "max_tokens": 4000, "stream": i % 2 == 0, "n": 1 + i % 3}
-            hang_up = running.pool.tokens_drawn + generator.randrange(200)
-            asked = asyncio.create_task(client.post(f"{running.url}/v1/completions", json=body))
-            while running.pool.tokens_drawn < hang_up:
-                await asyncio.sleep(0.001)
-            asked.cancel()
-            await asyncio.wait([asked])
-
-        async def crowd():
-            async with httpx.AsyncClient(timeout=60) as client:
-                for _ in range(6):
-                    await asyncio.gather(*(one(client, i) for i in range(10)))
-
-        asyncio.run(crowd())
-        running.settle()
-        assert running.metric("longspan_live_streams") == running.metric("longspan_waiting_streams") == 0
-        assert running.metric("longspan_streams_cancelled") > 0
-        found = running.post(prompt="after", max_tokens=8, temperature=0).json()["choices"][0]["text"]
-        assert found == text_of(running.alone("after", 8))
-        assert running.server.worker.alive
-
-
-def test_a_full_server_answers_429():
-    with gated(pool={"slots": 1, "queue": 0}) as (running, gate):
-        body = {"prompt": "a", "max_tokens": 4000, "stream": True}
-        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as first:
-            gate.step()
-            lines = first.iter_lines()  # whose end would close the connection
-            next(lines)
-            answer = running.post(prompt="b", max_tokens=1)
-            assert answer.status_code == 429
-            assert answer.headers["retry-after"] == "1"
-            assert answer.json()["error"]["code"] == "overloaded"
-        gate.release()
-        until(lambda: running.pool.idle)
-        assert running.post(prompt="b", max_tokens=1).status_code == 200
-
-
-def test_a_long_prompt_does_not_stop_the_others():
-    with Running(pool={"slots": 4, "prefill": 64}) as running:
-        pool, step, live = running.pool, running.pool.step, []
-
-        def counted():
-            if not pool.live:
-                return step()
-            # The stream goes on when the long prompt has come.
-            until(lambda: pool.waiting or live)
-            reads = pool.waiting > 0
-            found = step()
-            if reads:
-                live.append(found)
-            return found
-
-        pool.step = counted
-        body = {"prompt": "a", "max_tokens": 100, "stream": True, "temperature": 0}
-        with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as first:
-            lines = first.iter_lines()
-            next(lines)
-            assert running.post(prompt="x" * 3000, max_tokens=1).status_code == 200
-            # The start token and the 3,000 of the prompt are 47 pieces; each step also draws for the stream.
-            until(lambda: len(live) >= 47)
-            assert live == [1] * 47
-            assert sum(line.startswith("data: ") for line in lines) > 47
 
 
 def test_known_beginnings_are_counted():

@@ -486,25 +486,6 @@ def test_sessions_beyond_the_limit_are_refused_and_none_is_dropped(tmp_path):
             assert running.client.post("/sessions", json={"prompt": "b"}).status_code == 200
 
 
-def test_the_client_of_openai_continues_a_session(running):
-    openai = pytest.importorskip("openai")
-    client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="none", max_retries=0)
-    session = client.post("/sessions", cast_to=object, body={"prompt": "The"})["id"]
-    options = {"model": "tiny", "max_tokens": 6, "temperature": 0, "extra_body": {"session": session}}
-    first = client.completions.create(prompt="", **options)
-    assert first.usage.prompt_tokens == 0
-    events = list(client.completions.create(prompt=" end", stream=True, **options))
-    one = running.alone(b"The", 6)
-    two = running.alone([*b"The", *one, *b" end"], 6)
-    assert first.choices[0].text == text_of(one)
-    assert "".join(event.choices[0].text for event in events) == text_of(two)
-    assert client.get(f"/sessions/{session}", cast_to=object)["tokens"] == [*b"The", *one, *b" end", *two]
-    with pytest.raises(openai.NotFoundError, match="does not exist"):
-        client.completions.create(model="tiny", prompt="a", extra_body={"session": NONE})
-    echoed = client.completions.create(prompt=" x", echo=True, **options)
-    assert echoed.choices[0].text.startswith(" x")
-
-
 def test_a_model_without_text_has_sessions_of_tokens():
     with Running(decoder(vocab=17), codec=False) as running:
         session = running.create(prompt=[1, 2, 3])

@@ -10,7 +10,9 @@ import sys
 import time
 from pathlib import Path
 
-from longspan.train import loop
+import pytest
+
+from longspan.train import fit, loop
 from training_process import HANGS, TINY, tiny
 
 
@@ -24,6 +26,15 @@ def press_at(monkeypatch, index, times=1):
         return seed(run_seed, micro, rank)
 
     monkeypatch.setattr(loop, "step_seed", pressed)
+
+
+def fit_in_two(config, run, step, monkeypatch):
+    """Train until Ctrl-C in a step, and resume."""
+    with monkeypatch.context() as patch:
+        press_at(patch, step - 1)
+        with pytest.raises(KeyboardInterrupt):
+            fit(config, run, progress=False)
+    return fit(config, run, resume=True, progress=False)
 
 
 def start(folder, *, resume=False, pause=0.0, dropout=0.1, model=None, double=False, writing=None, **fields):

@@ -1,5 +1,7 @@
 """Random tensors, comparisons, and the layouts of heads."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -21,3 +23,12 @@ def split_heads(x: Tensor, heads: int = 2) -> Tensor:
 def merge_heads(x: Tensor) -> Tensor:
     """(B,H,N,D) -> (B,N,H D)."""
     return x.transpose(1, 2).flatten(-2)
+
+
+def same(found: Tensor, expected: Tensor, leaves: Iterable[Tensor], tolerance: float = 1e-10) -> None:
+    """Equal outputs, and equal gradients of the leaves from fixed ones of the outputs."""
+    close(found, expected, tolerance)
+    upstream, wanted = data(*found.shape, seed=1), list(leaves)
+    options = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+    for a, b in zip(*(torch.autograd.grad(y, wanted, upstream, **options) for y in (found, expected)), strict=True):
+        close(a, b, tolerance)

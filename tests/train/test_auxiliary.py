@@ -13,7 +13,7 @@ from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import fit
 from longspan.train.auxiliary import Auxiliary, weight_of
-from support.runs import press_at, rows
+from support.runs import fit_in_two, rows
 from training_process import tiny, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -213,9 +213,5 @@ class TestTraining:
     @pytest.mark.parametrize("step", [2, 5])
     def test_interrupted_and_resumed_is_uninterrupted(self, tmp_path, whole, monkeypatch, step):
         fields = {"intermediate": True, "targets": 2}
-        with monkeypatch.context() as patch:
-            press_at(patch, step - 1)
-            with pytest.raises(KeyboardInterrupt):
-                fit(DEEP, tiny(tmp_path, **fields), progress=False)
-        fit(DEEP, tiny(tmp_path, **fields), resume=True, progress=False)
+        fit_in_two(DEEP, tiny(tmp_path, **fields), step, monkeypatch)
         assert weights(tmp_path) == weights(whole)

@@ -23,7 +23,7 @@ from longspan.models.decoder import Decoder
 from longspan.train import TrainConfig, fit, streaming_eval, tbptt
 from longspan.train.evaluate import total
 from longspan.train.objectives import Streams
-from support.runs import press_at, wait_for
+from support.runs import fit_in_two, wait_for
 from training_process import HANGS, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -170,11 +170,7 @@ class TestTraining:
     # Between two checkpoints, and where an evaluation would be due.
     @pytest.mark.parametrize("step", [5, 8])
     def test_interrupted_and_resumed_is_uninterrupted(self, tmp_path, text, whole, monkeypatch, step):
-        with monkeypatch.context() as patch:
-            press_at(patch, step - 1)
-            with pytest.raises(KeyboardInterrupt):
-                fit(XL, run(tmp_path, text), progress=False)
-        fit(XL, run(tmp_path, text), resume=True, progress=False)
+        fit_in_two(XL, run(tmp_path, text), step, monkeypatch)
         assert weights(tmp_path) == weights(whole)
         one, other = (states(folder) for folder in (tmp_path, whole))
         assert len(one) == 5

@@ -16,7 +16,7 @@ from longspan.models.config import DecoderConfig, EncoderConfig
 from longspan.models.encoder import Encoder
 from longspan.train import TrainConfig, fit, objectives
 from longspan.train.evaluate import classified
-from support.runs import press_at
+from support.runs import fit_in_two
 from training_process import tiny, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -141,11 +141,7 @@ class TestTraining:
     def test_interrupted_and_resumed_is_uninterrupted(self, tmp_path, monkeypatch):
         config = replace(TINY, dropout=0.1)
         fit(config, run(tmp_path / "a", weight_decay=0.1), progress=False)
-        with monkeypatch.context() as patch:
-            press_at(patch, 4)
-            with pytest.raises(KeyboardInterrupt):
-                fit(config, run(tmp_path / "b", weight_decay=0.1), progress=False)
-        fit(config, run(tmp_path / "b", weight_decay=0.1), resume=True, progress=False)
+        fit_in_two(config, run(tmp_path / "b", weight_decay=0.1), 5, monkeypatch)
         assert weights(tmp_path / "a") == weights(tmp_path / "b")
         with (tmp_path / "a/run/metrics.csv").open(newline="") as file:
             last = list(csv.DictReader(file))[-1]

@@ -9,7 +9,7 @@ from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import TrainConfig, fit, objectives
-from support.runs import press_at
+from support.runs import fit_in_two
 from training_process import TINY, tiny, weights
 
 
@@ -44,11 +44,7 @@ def own(folder):
 def test_interrupted_and_resumed_is_uninterrupted(tmp_path, monkeypatch):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     fit(TINY, tiny(whole), progress=False)
-    with monkeypatch.context() as patch:
-        press_at(patch, 4)
-        with pytest.raises(KeyboardInterrupt):
-            fit(TINY, tiny(cut), progress=False)
-    fit(TINY, tiny(cut), resume=True, progress=False)
+    fit_in_two(TINY, tiny(cut), 5, monkeypatch)
     assert weights(cut) == weights(whole)
     assert set(own(cut)) == {"objective.weight", "objective.before"}
     assert all(torch.equal(value, own(whole)[name]) for name, value in own(cut).items())

@@ -18,7 +18,7 @@ from longspan.models.stacks import Stack
 from longspan.states import lookback
 from longspan.train import bits, fit, loop, objectives
 from longspan.train.report import Bar
-from support.runs import press_at, rows
+from support.runs import fit_in_two, rows
 from support.tensors import data
 from training_process import tiny, weights
 
@@ -224,11 +224,7 @@ class TestTraining:
     # Between two checkpoints, and at a step whose evaluation the resumed run makes up for.
     @pytest.mark.parametrize("step", [5, 8])
     def test_interrupted_and_resumed_is_uninterrupted(self, tmp_path, whole, monkeypatch, step):
-        with monkeypatch.context() as patch:
-            press_at(patch, step - 1)
-            with pytest.raises(KeyboardInterrupt):
-                fit(LEARNING, tiny(tmp_path, penalty=0.01), progress=False)
-        fit(LEARNING, tiny(tmp_path, penalty=0.01), resume=True, progress=False)
+        fit_in_two(LEARNING, tiny(tmp_path, penalty=0.01), step, monkeypatch)
         assert weights(tmp_path) == weights(whole)
 
     def test_a_run_is_resumed_with_the_weight_that_it_had(self, whole):

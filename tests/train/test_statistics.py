@@ -5,7 +5,7 @@ import pytest
 import longspan
 from longspan.models.config import DecoderConfig
 from longspan.train import fit
-from support.runs import press_at
+from support.runs import fit_in_two
 from training_process import tiny, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,9 +34,5 @@ def test_micro_batches_are_added_up(tmp_path):
 
 def test_interrupted_and_resumed_is_uninterrupted(tmp_path, monkeypatch):
     fit(LEARNING, tiny(tmp_path / "whole", accumulate=2), progress=False)
-    with monkeypatch.context() as patch:
-        press_at(patch, 9)
-        with pytest.raises(KeyboardInterrupt):
-            fit(LEARNING, tiny(tmp_path / "cut", accumulate=2), progress=False)
-    fit(LEARNING, tiny(tmp_path / "cut", accumulate=2), resume=True, progress=False)
+    fit_in_two(LEARNING, tiny(tmp_path / "cut", accumulate=2), 10, monkeypatch)
     assert weights(tmp_path / "cut") == weights(tmp_path / "whole")

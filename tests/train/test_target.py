@@ -16,7 +16,7 @@ from longspan.models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from longspan.models.seq2seq import Seq2Seq
 from longspan.train import TrainConfig, fit, loop, objectives
 from longspan.train.evaluate import evaluate_seq2seq
-from support.runs import finish, press_at, rows, start, wait_for
+from support.runs import finish, fit_in_two, rows, start, wait_for
 from training_process import TINY, tiny, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -240,11 +240,7 @@ class TestRuns:
 
     @pytest.mark.parametrize("step", [5, 8])
     def test_interrupted_and_resumed_is_uninterrupted(self, tmp_path, file, whole, monkeypatch, step):
-        with monkeypatch.context() as patch:
-            press_at(patch, step - 1)
-            with pytest.raises(KeyboardInterrupt):
-                fit(SMALL, tiny(tmp_path, data=file), progress=False)
-        fit(SMALL, tiny(tmp_path, data=file), resume=True, progress=False)
+        fit_in_two(SMALL, tiny(tmp_path, data=file), step, monkeypatch)
         assert weights(tmp_path) == weights(whole)
         assert rows(tmp_path)[-1]["validation_exact"] == rows(whole)[-1]["validation_exact"]
 
