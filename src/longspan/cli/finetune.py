@@ -5,7 +5,6 @@ from typing import Any
 
 from .._utils import signals
 from .parser import SEEDS, Number, Parser, make, natural_int, number, positive_int
-from .targets import refuse
 
 MEMORY = "--batch or --length"
 
@@ -102,6 +101,7 @@ def run(args: Any) -> int:
     from ..finetune.completions import KIND
     from ..train.config import TrainConfig
     from .serve import loaded
+    from .targets import refuse
 
     if args.method != "lora":
         refuse(args, {"targets": "", "rank": 8, "alpha": 16.0, "merge": False}, "requires --method lora")

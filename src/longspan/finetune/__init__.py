@@ -27,7 +27,17 @@ from ..train.objectives import Loss, Objective
 from .completions import Batch, Completions, load
 from .tuned import METHODS, FinetuneConfig, Tuned, can_pack, start_of
 
-__all__ = ["METHODS", "Completions", "FinetuneConfig", "Tuned", "can_pack", "finetune", "load", "start_of"]
+__all__ = [
+    "METHODS",
+    "CompletionLoss",
+    "Completions",
+    "FinetuneConfig",
+    "Tuned",
+    "can_pack",
+    "finetune",
+    "load",
+    "start_of",
+]
 
 # Fields of a run that a fine-tuning does not support, with the values that turn them off.
 _UNSUPPORTED = {"stream": False, "segments": False, "intermediate": False, "targets": 1, "penalty": 0.0, "ema": 0.0}
@@ -45,8 +55,7 @@ class CompletionLoss(Objective):
         return self.dataset.mean("train")
 
     def attentions(self, model: Tuned) -> list[Attention]:
-        whole = model.config.method == "full" and model.decoder is not None
-        return model.decoder.stack.attentions() if whole and model.decoder else []
+        return model.decoder.stack.attentions() if model.decoder and model.config.method == "full" else []
 
     def batch(self, index: int, rank: int, world: int) -> Batch:
         data, size = self.dataset, self.run.accumulate
@@ -94,11 +103,11 @@ class _Tuning:
             runs.check_data(start, run.data, data)
         torch.manual_seed(run.seed)
         self.tuned = Tuned(model, self.config, wide=run.precision == "32")
-        counted, cut = int(data.splits["train"].counted.sum()), f", {data.cut} of them cut" if data.cut else ""
+        counted, cut = int(data.splits["train"].counted.sum()), f" ({data.cut} longer than a row)" if data.cut else ""
         opening = (
-            f"{self.tuned.opening}\n{data.documents:,} sequences{cut} in {data.count('train'):,} rows of up to "
-            f"{data.length} tokens, {counted:,} tokens with a loss; {data.count('validation'):,} rows for validation; "
-            f"{run.step_examples} rows per step"
+            f"{self.tuned.opening}\n{data.documents:,} sequences{cut}; training on {data.count('train'):,} rows of up "
+            f"to {data.length} tokens, {counted:,} of them with a loss, {run.step_examples} rows per step; "
+            f"validation on {data.count('validation'):,} rows"
         )
         return Made(self.tuned, CompletionLoss(run, data), opening)
 

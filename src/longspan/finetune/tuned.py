@@ -102,7 +102,7 @@ class Tuned(nn.Module):
 
     def __init__(self, model: Any, config: FinetuneConfig, wide: bool = True):
         super().__init__()
-        self.config = config
+        self.config, self.packs = config, can_pack(model)
         inner = getattr(model, "decoder", model)
         decoder = inner if isinstance(inner, Decoder) else None
         # Not submodules, so that their weights are no parameters of this one.
@@ -142,11 +142,6 @@ class Tuned(nn.Module):
         self.model.train(mode)
         return self
 
-    @property
-    def packs(self) -> bool:
-        """Whether a row may have several sequences."""
-        return can_pack(self.model)
-
     def nats(self, batch: Batch) -> Tensor:
         """Return the sum () of the losses of a batch, in nats."""
         inputs, targets, segments = batch[:3]
@@ -160,16 +155,16 @@ class Tuned(nn.Module):
             found = reader(inputs, targets=targets.masked_fill(~real, 0), **given)
             likelihood = found if isinstance(found, Tensor) else found[0]
             return -likelihood.masked_fill(~real, 0.0).sum()
-        if several:
-            from ..compat.transformers.packing import positions_of
+        from ..compat.transformers.lazy_logits import LazyLogits
+        from ..compat.transformers.packing import positions_of
 
-            given = {"position_ids": positions_of(segments)}
-        else:
-            given = {}
+        given = {"position_ids": positions_of(segments)} if several else {}
         logits = self.model(input_ids=inputs, use_cache=False, **given).logits
-        if self.head is not None and hasattr(logits, "loss"):
-            return logits.loss(targets, ignore_index=IGNORED, reduction="sum")
-        flat = getattr(logits, "tensor", logits).float().flatten(0, 1)
+        if isinstance(logits, LazyLogits):
+            if logits.cap is not None or not logits.bent:
+                return logits.loss(targets, ignore_index=IGNORED, reduction="sum")
+            logits = logits.tensor
+        flat = logits.float().flatten(0, 1)
         return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
 
     def write(self, folder: Path, merge: bool = False) -> Path:
@@ -239,8 +234,6 @@ class Tuned(nn.Module):
         if self.decoder is not None:
             self.decoder.stack.checkpointing = True
             return
-        if not self.model.supports_gradient_checkpointing:
-            raise ValueError(f"{type(self.model).__name__} does not support checkpointing; pass checkpointing=False")
         with warnings.catch_warnings():
             # Its name in the next version of transformers is another one.
             warnings.simplefilter("ignore", FutureWarning)

@@ -62,7 +62,7 @@ def claim(folder: Path, recipe: dict[str, Any], resume: bool) -> None:
             if not begun(folder):
                 raise ValueError(f"{folder} is not empty and holds no run; choose another folder with out")
             command = f"longspan train --config {shlex.quote(str(folder / CONFIG))} --resume"
-            if "source" in recipe["model"]:
+            if recipe["model"].get("kind") == checkpoint.CHANGES:
                 command = "longspan finetune ... --resume"
             raise ValueError(
                 f"{folder} holds a run; resume it with `{command}`, in Python with resume=True and the settings of "
