@@ -48,7 +48,9 @@ def parser() -> Parser:
         "linear layers but the output layer and those that compute decays",
     )
     parser.add_argument("--rank", type=positive_int(65536), default=8, help="with lora: rank of the changes")
-    parser.add_argument("--alpha", type=number(1e6), default=16.0, help="with lora: changes are scaled by alpha / rank")
+    parser.add_argument(
+        "--alpha", type=positive_int(10**6), default=16, help="with lora: changes are scaled by alpha / rank"
+    )
     parser.add_argument(
         "--weights", choices=("int8", "int4"), help="with lora or state: round the frozen weights to 8 or 4 bits"
     )
@@ -104,7 +106,7 @@ def run(args: Any) -> int:
     from .targets import refuse
 
     if args.method != "lora":
-        refuse(args, {"targets": "", "rank": 8, "alpha": 16.0, "merge": False}, "requires --method lora")
+        refuse(args, {"targets": "", "rank": 8, "alpha": 16, "merge": False}, "requires --method lora")
     if args.weights and (args.merge or args.method == "full"):
         option = "--merge" if args.merge else "--method full"
         raise ValueError(f"{option} cannot be combined with --weights {args.weights}, whose weights are frozen")

@@ -46,7 +46,7 @@ class FinetuneConfig:
     output layer and those of decays"""
     rank: int = 8
     """with lora: the rank of a change"""
-    alpha: float = 16.0
+    alpha: int = 16
     """with lora: a change is multiplied by alpha / rank"""
     weights: str = ""
     """with lora and state: int8 | int4, to which the frozen weights are rounded; "": they stay"""
@@ -56,8 +56,8 @@ class FinetuneConfig:
     def __post_init__(self):
         check_fields(self)
         known(self.method, METHODS, "method")
-        if self.rank < 1 or not self.alpha > 0:
-            raise ValueError(f"rank={self.rank} and alpha={self.alpha} must be positive")
+        if min(self.rank, self.alpha) < 1:
+            raise ValueError(f"rank={self.rank} and alpha={self.alpha} must be at least 1")
         if self.targets and self.method != "lora":
             raise ValueError(f"targets={self.targets!r} requires method='lora', not {self.method!r}")
         if self.weights:
