@@ -17,6 +17,7 @@ NEVER = ("1e30", "nan", "inf", "-inf", "1" + "0" * 30, "")
 WORDS = {
     "serve": ["m"],
     "chat": ["m"],
+    "finetune": ["m", "--data=d"],
     "eval": ["m"],
     "generate": ["m"],
     "transcribe": ["m", "a.wav"],

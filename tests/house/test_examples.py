@@ -19,6 +19,7 @@ RUNS = {
     "long_classifier": ("--length 40 --steps 2 --batch 2 --dim 16", None),
     "pretrain_350m": ("--small --steps 2 --out model", None),
     "hf_trainer": ("--steps 2 --length 20 --batch 2 --dim 16 --out run", "accelerate"),
+    "few_examples": ("--examples 4 --bytes 40 --epochs 1 --rates 0.01", "peft"),
     "lora": ("--steps 2 --rows 2 --out run", "peft"),
 }
 

@@ -29,6 +29,7 @@ COMMANDS = {
     "demo": (LAB, "Train linear and softmax attention on digits and compare them."),
     "tokenize": ("tokenize", "Encode texts as tokens on disk, for training."),
     "train": ("train", "Train a model from a recipe or from flags."),
+    "finetune": ("finetune", "Adapt a trained model to texts, pairs or chats."),
     "eval": ("evaluate", "Evaluate a trained model: bits per token, exact match or accuracy."),
     "generate": ("generate", "Generate images, text or target sequences from a trained model."),
     "chat": ("chat", "Talk with a model in the terminal."),

@@ -104,6 +104,8 @@ def _header(folder: str, *kinds: str) -> tuple[Path, dict[str, Any]]:
             able = "a transcriber reads speech; longspan reproduce speech trains one"
         elif header["kind"] == TRANSCRIBER:
             able += f"; for speech run longspan transcribe {folder} FILE.wav"
+        elif header["kind"] == checkpoint.CHANGES:
+            able += f"; {checkpoint.RESULTS}"
         raise ValueError(f"{folder} holds {article} {header['kind']}; only {able}")
     return path, header
 

@@ -41,7 +41,7 @@ __all__ = [
 ]
 
 _IMAGES = {"digits": images.digits, "mnist": images.mnist, "cifar10": images.cifar10}
-_UNITS = {"text": "byte", "pairs": "token", "labels": "label", "tokens": "token"}
+_UNITS = {"text": "byte", "pairs": "token", "labels": "label", "tokens": "token", "tuning": "token"}
 _READERS = {"text": text.load, "pairs": pairs.load, "labels": labeled.load, "tokens": tokens.load}
 # Names of data without a file.
 _OWN = {f"text:{text.STDLIB}", *(f"pairs:{task}" for task in pairs.TASKS)}

@@ -50,6 +50,9 @@ MODEL_CLASSES: dict[str, tuple[Any, Any]] = {
 WEIGHTS, TRAINING, TOKENIZER = "model.safetensors", "training.pt", "tokenizer.json"
 # The index of the tensors of a checkpoint in parts.
 INDEX = ".metadata"
+# The kind of a checkpoint of a fine-tuning; longspan.finetune adds its class when it is loaded.
+CHANGES = "fine-tuning"
+RESULTS = "its run directory has the result, in adapter/, adapter.safetensors or model/"
 # The entry of config.json that has the sha256 of the data of a training.
 DATA = "data_sha256"
 # The entry of config.json that lists the layers with weights of few bits.
@@ -137,6 +140,8 @@ def checked_header(model: Any, extra: Mapping[str, Any] | None) -> dict[str, Any
 def load(folder: str | Path) -> Any:
     """Load the model of a checkpoint or a run; arguments and errors as in ``longspan.load``."""
     folder, header, weights, tokenizer = read(folder)
+    if header["kind"] == CHANGES:
+        raise ValueError(f"{folder} is of a fine-tuning: it has what changes, not a model; {RESULTS}")
     config_class, model_class = MODEL_CLASSES[header["kind"]]
     try:
         config = config_class.from_dict(header["config"])
@@ -335,7 +340,7 @@ def opened(
     folder: str | Path, *names: str, optional: tuple[str, ...] = ()
 ) -> Iterator[tuple[Path, dict[str, Any], sealed_dir.Content]]:
     with sealed_dir.opened(place_of(folder), *names, optional=optional) as (folder, header, content):
-        if not isinstance(header.get("kind"), str) or header["kind"] not in MODEL_CLASSES:
+        if not isinstance(header.get("kind"), str) or header["kind"] not in (*MODEL_CLASSES, CHANGES):
             raise ValueError(
                 f"{folder / CONFIG} has kind {format_value(header.get('kind'))}; known: {', '.join(MODEL_CLASSES)}"
             )

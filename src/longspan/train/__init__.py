@@ -17,7 +17,7 @@ import contextlib
 import time
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -64,6 +64,30 @@ class Result:
 SPLITS = ("validation", "test")
 
 
+class Made(NamedTuple):
+    """What a run trains."""
+
+    model: Any
+    objective: objectives.Objective
+    opening: str
+    """the first lines of the output"""
+
+
+class Job(Protocol):
+    """What ``train_job`` trains: a new model, or a part of a trained one."""
+
+    config: Any
+    """the first part of the recipe; its ``checkpointing`` says whether the backward computes layers again"""
+
+    def make(self, run: TrainConfig, start: Path | None) -> Made:
+        """Make the model, drawn by ``run.seed``, for a run that begins at a checkpoint (None: at the beginning)."""
+        ...
+
+    def best(self, folder: Path, made: Made) -> tuple[Any, objectives.Objective]:
+        """Load the best model of a run, and return it with its objective."""
+        ...
+
+
 def fit(config: DecoderConfig, run: TrainConfig, *, resume: bool = False, progress: bool = True) -> Result:
     """Train a decoder, an encoder-decoder on pairs, or an encoder on labeled texts.
 
@@ -92,46 +116,42 @@ def fit(config: DecoderConfig, run: TrainConfig, *, resume: bool = False, progre
             after a second signal. The message has the checkpoint.
         ImportError: without the extra ``train``.
     """
+    return train_job(_NewModel(config), run, resume, progress)
+
+
+def train_job(job: Job, run: TrainConfig, resume: bool, progress: bool) -> Result:
+    """Train what a job makes; the other arguments, the result and the errors are those of ``fit``."""
     # Store absolute paths of the data, so that a resumed run finds them from any directory.
     run = replace(run, data=data.absolute(run.data))
     launch.check(run.devices, run.nodes)
-    folder, first = Path(run.out), launch.first()
+    folder, first, config = Path(run.out), launch.first(), job.config
     if resume:
         run = runs.adjusted(folder, run)
     engine = _engine()
-    (return_pages if config.checkpointing or config.stack == "reversible" else reuse_pages)()
+    (return_pages if config.checkpointing or getattr(config, "stack", "") == "reversible" else reuse_pages)()
     with contextlib.ExitStack() as stack:
         if first:
             stack.enter_context(runs.held(folder))
             runs.claim(folder, runs.recipe(config, run), resume)
-        return _fit(engine, config, run, resume, progress and first)
+        return _train(engine, job, run, resume, progress and first)
 
 
-def _fit(engine: Any, config: DecoderConfig, run: TrainConfig, resume: bool, progress: bool) -> Result:
-    """``fit`` in a locked folder, in one of the processes."""
+def _train(engine: Any, job: Job, run: TrainConfig, resume: bool, progress: bool) -> Result:
+    """``train_job`` in a locked folder, in one of the processes."""
     begin, folder = time.monotonic(), Path(run.out)
     start, remark = runs.start(folder) if resume else (None, "")
-    dataset = data.load(run.data, run.length)
-    if start:
-        runs.check_data(start, run.data, dataset)
-    _check(config, run, dataset)
     # Seed inside fork_rng, so that the RNG state of the caller is untouched.
     with torch.random.fork_rng(range(torch.cuda.device_count())):
-        torch.manual_seed(run.seed)
-        # Of a sharded model the first process draws the weights, and the others receive their parts.
-        with contextlib.nullcontext() if launch.first() or run.strategy != "fsdp" else torch.device("meta"):
-            model = checkpoint.MODEL_CLASSES[checkpoint.kind_of(config)][1](config)
-        if isinstance(dataset, Tokens):
-            model.tokenizer = dataset.tokenizer
+        made = job.make(run, start)
+        dataset = made.objective.dataset
         bar = engine.Bar(run.steps, dataset.unit) if progress else None
         if bar:
-            bar.line(_opening(model, run, dataset))
+            bar.line(made.opening)
         if bar and remark:
             bar.line(remark)
-        objective = objectives.build(model, run, dataset)
         try:
             end = engine.train(
-                model, run, objective, {"run": asdict(run), checkpoint.DATA: dataset.checksum}, start, bar
+                made.model, run, made.objective, {"run": asdict(run), checkpoint.DATA: dataset.checksum}, start, bar
             )
         except OSError as error:
             where = error.filename or folder
@@ -150,18 +170,42 @@ def _fit(engine: Any, config: DecoderConfig, run: TrainConfig, resume: bool, pro
 
         for name in ("best", "last"):
             parts.consolidate(checkpoint.resolve(folder, prefer=name))
-    best = checkpoint.load(folder)
-    objective = objectives.build(best, run, dataset)
-    figures = {split: objective.score(best, split) for split in SPLITS}
+    best, objective = job.best(folder, made)
+    splits = [split for split in SPLITS if split in dataset.splits]
+    figures = {split: objective.score(best, split) for split in splits}
     names = ("bits", "exact", "accuracy")
     scores, exact, accuracy = ({s: one[name] for s, one in figures.items() if name in one} for name in names)
-    examples = {s: min(run.evaluate_examples or dataset.count(s), dataset.count(s)) for s in SPLITS}
+    examples = {s: min(run.evaluate_examples or dataset.count(s), dataset.count(s)) for s in splits}
     if bar:
         shown = ", ".join(f"{split} {value:.3f} ({examples[split]:,} examples)" for split, value in scores.items())
         shown += f" bits/{dataset.unit}{parts_right(exact, accuracy)}"
         early = f" ({end.why})" if end.why else ""
         bar.line(f"{end.steps} steps{early}; best checkpoint: {shown}; in {folder}")
     return Result(folder, end.steps, time.monotonic() - begin, scores, examples, exact, accuracy)
+
+
+class _NewModel:
+    """A job: a model with the weights that ``run.seed`` draws."""
+
+    def __init__(self, config: Any):
+        self.config = config
+
+    def make(self, run: TrainConfig, start: Path | None) -> Made:
+        config, dataset = self.config, data.load(run.data, run.length)
+        if start:
+            runs.check_data(start, run.data, dataset)
+        _check(config, run, dataset)
+        torch.manual_seed(run.seed)
+        # Of a sharded model the first process draws the weights, and the others receive their parts.
+        with contextlib.nullcontext() if launch.first() or run.strategy != "fsdp" else torch.device("meta"):
+            model = checkpoint.MODEL_CLASSES[checkpoint.kind_of(config)][1](config)
+        if isinstance(dataset, Tokens):
+            model.tokenizer = dataset.tokenizer
+        return Made(model, objectives.build(model, run, dataset), _opening(model, run, dataset))
+
+    def best(self, folder: Path, made: Made) -> tuple[Any, objectives.Objective]:
+        model = checkpoint.load(folder)
+        return model, objectives.build(model, made.objective.run, made.objective.dataset)
 
 
 def parts_right(exact: dict[str, float], accuracy: dict[str, float]) -> str:

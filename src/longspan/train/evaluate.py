@@ -63,7 +63,7 @@ def total(
     rows = rows or Rows()
     indices = chosen_examples(dataset.count(split), examples, rank, world)
     counted = 0
-    with _evaluating(model), rows.shared(model):
+    with evaluating(model), rows.shared(model):
         nats = torch.zeros((), dtype=torch.float64, device=model.device)
         for part, own in _batches(indices, batch, dataset.count(split), examples, world, is_sharded(model)):
             tokens = dataset.take(split, part).to(model.device)
@@ -93,7 +93,7 @@ def evaluate_seq2seq(
     ``beams`` beams.
     """
     indices = chosen_examples(dataset.count(split), examples, rank, world)
-    with _evaluating(model):
+    with evaluating(model):
         sums = torch.zeros(3, dtype=torch.float64, device=model.device)
         for part in indices.split(batch):
             pairs = Batch(*(t.to(model.device) for t in dataset.take(split, part)))
@@ -112,7 +112,7 @@ def classified(
     """Cross-entropy in nats, correct labels and texts, (3,) float64, over the texts of ``rank``."""
     indices = chosen_examples(dataset.count(split), examples, rank, world)
     device = next(model.parameters()).device
-    with _evaluating(model):
+    with evaluating(model):
         sums = torch.zeros(2, dtype=torch.float64, device=device)
         for part, own in _batches(indices, batch, dataset.count(split), examples, world, is_sharded(model)):
             tokens, mask, labels = (t.to(device) for t in dataset.take(split, part))
@@ -159,7 +159,7 @@ def _batches(
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def evaluating(model: nn.Module) -> Iterator[None]:
     """Put the model into eval mode, and restore its mode afterwards."""
     training = model.training
     model.eval()

@@ -61,10 +61,12 @@ def claim(folder: Path, recipe: dict[str, Any], resume: bool) -> None:
         if taken and not resume:
             if not begun(folder):
                 raise ValueError(f"{folder} is not empty and holds no run; choose another folder with out")
-            recipe_file = shlex.quote(str(folder / CONFIG))
+            command = f"longspan train --config {shlex.quote(str(folder / CONFIG))} --resume"
+            if recipe["model"].get("kind") == checkpoint.CHANGES:
+                command = "longspan finetune ... --resume"
             raise ValueError(
-                f"{folder} holds a run; resume it with `longspan train --config {recipe_file} --resume`, in Python "
-                f"with resume=True and the settings of that file, or choose another folder with out"
+                f"{folder} holds a run; resume it with `{command}`, in Python with resume=True and the settings of "
+                f"{CONFIG}, or choose another folder with out"
             )
         if resume:
             _same(folder, recipe)

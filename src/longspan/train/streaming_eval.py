@@ -1,7 +1,6 @@
 """Evaluation along a text: with states carried from window to window, or with sliding windows."""
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from ..data.streams import Stream, stretches
 from ..models.decoder import Decoder
 from ..states.utils import select
 from . import tbptt
-from .evaluate import chosen_examples, default_batch_size
+from .evaluate import chosen_examples, default_batch_size, evaluating
 from .sequence import Rows
 
 Track = Callable[[Iterable[Any], int, str], Iterable[Any]]
@@ -53,7 +52,7 @@ def carried(
     parts = sorted(_stretches(stream, rows, examples)[rank::world], key=len, reverse=True)
     nats, tokens, state = torch.zeros((), dtype=torch.float64, device=model.device), 0, None
     steps = len(parts[0]) if parts else 0
-    with _evaluating(model):
+    with evaluating(model):
         for step in track(range(steps), steps, "windows"):
             windows = torch.tensor([part[step] for part in parts if step < len(part)])
             stretch = stream.take(windows, fresh=step == 0)
@@ -105,7 +104,7 @@ def sliding(
     batches = list(zip(torch.cat(begins).split(batch), torch.cat(skips).split(batch), strict=True))
     nats, tokens = torch.zeros((), dtype=torch.float64, device=model.device), 0
     at = torch.arange(n)
-    with _evaluating(model):
+    with evaluating(model):
         for begin, skip in track(batches, len(batches), "windows"):
             targets = stream.text[begin[:, None] + at].long().to(model.device)
             outputs, _ = model(model.shift(targets))
@@ -138,7 +137,7 @@ def apart(
     stream, shared, counted = Stream(dataset, split), shared or Rows(), 0
     indices = chosen_examples(stream.count, examples, rank, world)
     nats = torch.zeros((), dtype=torch.float64, device=model.device)
-    with _evaluating(model), shared.shared(model):
+    with evaluating(model), shared.shared(model):
         for part in indices.split(batch):
             stretch = stream.take(part, fresh=True)
             segments = None if stretch.segments is None else shared.part(stretch.segments).to(model.device)
@@ -154,13 +153,3 @@ def _stretches(stream: Stream, rows: int, examples: int) -> list[range]:
     if not 1 <= rows <= chosen:
         raise ValueError(f"rows={rows} must be from 1 to {chosen}, the number of windows read")
     return stretches(stream.count, rows, chosen)
-
-
-@contextlib.contextmanager
-def _evaluating(model: Decoder) -> Iterator[None]:
-    training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(training)
