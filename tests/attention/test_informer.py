@@ -130,7 +130,7 @@ def test_values_of_one_give_one(causal):
 
 @FORMS
 def test_padding_where_a_compiler_traces(options, causal, monkeypatch):
-    monkeypatch.setattr("longspan.ops.rows.transformed", lambda: True)
+    monkeypatch.setattr("longspan.ops.rows.followed", lambda: True)
     module, x = build(f"informer(factor=1{options})", causal=causal), data(N)
     y = module(x, mask=MASK)[0]
     for row in range(2):

@@ -119,7 +119,7 @@ def test_values_of_one_give_two(causal):
 def test_padding_does_not_shift_the_slots(kind, causal, traced, monkeypatch):
     """``traced``: with the dense mask that compiled code uses."""
     if traced:
-        monkeypatch.setattr("longspan.ops.rows.transformed", lambda: True)
+        monkeypatch.setattr("longspan.ops.rows.followed", lambda: True)
     module, x = make(3, 9, 5, 2, kind, causal), data(N)
     alone = module(x)[0]
     torch.testing.assert_close(module(x, mask=torch.ones(2, N, dtype=torch.bool))[0], alone, rtol=0, atol=1e-12)

@@ -58,11 +58,15 @@ class Unfilled(TorchFunctionMode):
             tensor = args[0] if args else kwargs.get("tensor")
             if isinstance(tensor, Tensor) and (tensor.is_meta or self.everywhere):
                 return tensor
-        elif torch.get_default_device().type == "meta" and (shape := self._shape(name, args, kwargs)) is not None:
+        elif self._on_meta(kwargs) and (shape := self._shape(name, args, kwargs)) is not None:
             given = [one for one in args if isinstance(one, Tensor)]
             dtypes = [kwargs["dtype"]] if kwargs.get("dtype") else [one.dtype for one in given]
             return torch.empty(shape, dtype=functools.reduce(torch.promote_types, dtypes) if dtypes else None)
         return func(*args, **kwargs)
+
+    def _on_meta(self, options: dict[str, Any]) -> bool:
+        """Return whether a function makes tensors on the meta device, unless it reads others."""
+        return torch.get_default_device().type == torch.device(options.get("device") or "meta").type == "meta"
 
     def _shape(self, name: str, args: tuple, kwargs: dict[str, Any]) -> Sequence[int] | None:
         """Return the shape of what a function returns on the meta device; None if it is not known here."""
