@@ -25,6 +25,7 @@ LAYERS = (
         ("cli", "commands"),
         ("compat", "other libraries"),
         ("serving", "many streams"),
+        ("finetune", "trained models"),
     ),
     (
         ("generation", "sampling, beam search"),

@@ -20,8 +20,7 @@ x (B,N,C) has any strides; states (S,R,C), ids of segments (B,N), bias (C,) and 
 (K,C) for sequences, so that a thread reads those of its channels at once. ``ids`` is None without segments, ``offsets``
 without packed sequences, ``bias`` without a bias.
 
-Operands of the functions are tuples. Triton 3.3 neither assigns nor unpacks one that
-contains None.
+Operands of the functions are tuples. Triton 3.3 neither assigns nor unpacks one that contains None.
 
 * ``inputs``: x and the state, at the rows of the tokens, ids of segments, the strides of tokens and channels of x,
 * ``grads``: gradients of outputs and of the last state, at the same rows, and the strides of the former,
