@@ -142,8 +142,11 @@ def check_donation(state: Tensor, **others: Tensor | None) -> None:
         raise ValueError("donate=True overwrites the state, parts of which share memory; pass a clone")
     for name, other in others.items():
         if other is not None:
-            if type(other) is Tensor and other.layout is torch.strided and other.data_ptr() >= end:
-                continue  # most operands; this runs once per token and layer
+            if type(other) is Tensor and other.layout is torch.strided:
+                # Most operands; this runs once per token and layer.
+                first = other.data_ptr()
+                if first >= end or (other.is_contiguous() and first + other.nbytes <= begin):
+                    continue
             first, last = _range(other)
             if first < end and begin < last:
                 raise ValueError(f"donate=True overwrites the state, which shares memory with {name}; pass a clone")
