@@ -132,7 +132,7 @@ def test_checkpoints_keep_it(tmp_path):
         ({"head": {"format": "Q8_0", "activations": "int3"}}, "unknown kind of activations 'int3'"),
         (
             {"head": {"format": "Q8_0", "activations": "int16", "shares": "tail"}},
-            "quantized['head'] shares the weights of 'tail', which is no layer",
+            "quantized['head'] shares the weights of 'tail', which is not quantized",
         ),
     ],
 )

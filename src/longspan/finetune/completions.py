@@ -30,7 +30,7 @@ Part = tuple[str, bool]  # a text, and whether it has a loss
 
 
 class Batch(NamedTuple):
-    """Some rows of packed sequences; the rest of a row is a sequence of its own, without a loss."""
+    """Rows of packed sequences. The padding at the end of a row has another segment and no loss."""
 
     inputs: Tensor  # (B,N) int64
     targets: Tensor  # (B,N) int64, the token after each input; -100 where there is no loss
@@ -189,7 +189,7 @@ def _columns(rows: list[list[Piece]]) -> Columns:
 def _documents(path: Path, codec: Any, every: bool) -> Iterator[tuple[str, list[Part], bool]]:
     """Each sequence -> where it is, its texts, and whether these are bare: not rendered by a template."""
     if not path.exists():
-        raise ValueError(f"no data at {path.absolute()}: there is no such file or folder")
+        raise ValueError(f"no data at {path.absolute()}: the file or folder does not exist")
     files = [path]
     if path.is_dir():
         files = [one for one in sorted(path.rglob("*")) if _ending(one) in (_LINES, *_TEXTS) and one.is_file()]

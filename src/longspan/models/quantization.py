@@ -164,7 +164,7 @@ def restore(model: nn.Module, layers: Any) -> None:
             raise ValueError(f"quantized[{name!r}] must have format and activations, not {format_value(entry)}")
         if entry.get("shares", name) not in layers:
             raise ValueError(
-                f"quantized[{name!r}] shares the weights of {format_value(entry['shares'])}, which is no layer"
+                f"quantized[{name!r}] shares the weights of {format_value(entry['shares'])}, which is not quantized"
             )
         form = known(entry["format"], formats.FORMATS, "format of blocks")
         weight: Any = module.weight  # pyright: ignore[reportOptionalMemberAccess] (a layer, as compared above)

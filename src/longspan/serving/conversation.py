@@ -12,7 +12,7 @@ from ..models.sampling import Sampling
 from .chat import Template
 from .pool import Pool
 from .requests import following
-from .sessions import Session, continued, model_digest, open_session, save_session
+from .sessions import Entry, Session, continued, facts_of, model_digest, open_session, save_session
 from .text import decoded
 
 
@@ -132,15 +132,10 @@ class Conversation:
             ValueError: The file cannot be written.
         """
         named = path.name.removesuffix(".safetensors")
-        facts = {
-            "id": named if named.startswith("sess-") else f"sess-{uuid.uuid4().hex}",
-            "model": model_digest(self.pool.model),
-            "created": str(int(time.time())),
-            "length": str(len(self.session.tokens)),
-            "bytes": str(0 if self.session.state is None else states.nbytes(self.session.state)),
-            "parent": "",
-        }
-        save_session(self.session, path, self.pool.model, facts)
+        name = named if named.startswith("sess-") else f"sess-{uuid.uuid4().hex}"
+        size = 0 if self.session.state is None else states.nbytes(self.session.state)
+        entry = Entry(name, int(time.time()), len(self.session.tokens), size)
+        save_session(self.session, path, self.pool.model, facts_of(entry, model_digest(self.pool.model)))
 
     def load(self, path: Path) -> None:
         """Go on with a session from a file, such as one of a server.

@@ -13,7 +13,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 STATUSES = {
     "400": "The request is wrong; the message names the field.",
     "401": "The key is missing or wrong.",
-    "403": "The host is not served here, or a web page of this origin may not use the server.",
+    "403": "The host is not served here, a web page of this origin may not use the server, or it takes no states.",
     "404": "Not served here.",
     "405": "The path has other methods.",
     "408": "The body did not arrive in time.",

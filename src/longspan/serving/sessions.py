@@ -267,7 +267,7 @@ class Sessions:
         session = self.read(name)
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / f"{name}{END}"
-            save_session(session, path, self.model, self._facts(self.measured(self.entry(name), session)))
+            save_session(session, path, self.model, facts_of(self.measured(self.entry(name), session), self.digest))
             return path.read_bytes()
 
     def unpacked(self, content: bytes) -> Session:
@@ -328,7 +328,7 @@ class Sessions:
         entry = self.measured(entry, session)
         if self.folder is not None:
             try:
-                save_session(session, self._path(entry.id), self.model, self._facts(entry))
+                save_session(session, self._path(entry.id), self.model, facts_of(entry, self.digest))
             except ValueError as error:
                 raise SessionError(str(error), "unwritable") from error
         with self._guard:
@@ -336,11 +336,6 @@ class Sessions:
             if self.folder is None:
                 self._kept[entry.id] = session
         return entry
-
-    def _facts(self, entry: Entry) -> dict[str, str]:
-        """What the file of a session says of it."""
-        numbers = {"created": str(entry.created), "length": str(entry.length), "bytes": str(entry.nbytes)}
-        return {"id": entry.id, "model": self.digest, **numbers, "parent": entry.parent}
 
     def _look(self, folder: Path) -> None:
         """Find the sessions that earlier processes have saved, and remove what killed ones left half written."""
@@ -361,6 +356,12 @@ class Sessions:
                 reason = str(error) if isinstance(error, ValueError) else f"{path} has no entry {error}"
                 entry = Entry(name, 0, 0, path.lstat().st_size, damage=reason)
             self._entries[name] = entry
+
+
+def facts_of(entry: Entry, digest: str) -> dict[str, str]:
+    """Return what the file of a session says of it, for a model with this ``model_digest``."""
+    numbers = {"created": str(entry.created), "length": str(entry.length), "bytes": str(entry.nbytes)}
+    return {"id": entry.id, "model": digest, **numbers, "parent": entry.parent}
 
 
 def save_session(session: Session, path: Path, model: Servable, facts: dict[str, str]) -> None:

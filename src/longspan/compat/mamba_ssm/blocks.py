@@ -102,7 +102,7 @@ class RMSNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """A mixer behind a norm, and an MLP behind another one; the residual is passed on beside the output.
+    """A mixer and an optional MLP, each after a norm. Returns the output and the residual, which it does not add.
 
     Args:
         dim: channels.

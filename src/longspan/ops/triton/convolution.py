@@ -17,7 +17,7 @@ sums are in float32. Gradients of the weights are sums over blocks of tokens, wh
 A block reads up to 2 K - 1 shifted copies of its tokens, all but one from the cache.
 
 x (B,N,C) has any strides; states (S,R,C), ids of segments (B,N), bias (C,) and weights are contiguous. Weights are
-(K,C) for sequences, so that a thread reads those of its channels at once. ``ids`` is None without segments, ``offsets``
+(K,C) for sequences, so that neighboring channels are adjacent in memory. ``ids`` is None without segments, ``offsets``
 without packed sequences, ``bias`` without a bias.
 
 Operands of the functions are tuples. Triton 3.3 neither assigns nor unpacks one that contains None.
