@@ -96,9 +96,10 @@ class RMSNorm(nn.Module):
         self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
     ) -> Any:
         """x (...,C) -> its norm (...,C), with ``prenorm`` also the sum with the residual."""
-        options: dict[str, Any] = {"eps": self.eps, "prenorm": prenorm, "residual_in_fp32": residual_in_fp32}
-        rate = self.dropout_p if self.training else 0.0
-        return rms_norm_fn(x, self.weight, None, residual, dropout_p=rate, **options)
+        rate, wide = self.dropout_p if self.training else 0.0, residual_in_fp32
+        return rms_norm_fn(
+            x, self.weight, None, residual, eps=self.eps, dropout_p=rate, prenorm=prenorm, residual_in_fp32=wide
+        )
 
 
 class Block(nn.Module):
@@ -143,9 +144,8 @@ class Block(nn.Module):
     def _added(self, norm: Any, x: Tensor, residual: Tensor | None) -> Any:
         """Return the norm of the sum, and the sum."""
         if self.fused_add_norm:
-            options: dict[str, Any] = {"residual_in_fp32": self.residual_in_fp32, "prenorm": True}
-            rms = isinstance(norm, RMSNorm)
-            return layer_norm_fn(x, norm.weight, norm.bias, residual, eps=norm.eps, is_rms_norm=rms, **options)
+            given, rms, wide = (x, norm.weight, norm.bias, residual), isinstance(norm, RMSNorm), self.residual_in_fp32
+            return layer_norm_fn(*given, eps=norm.eps, prenorm=True, residual_in_fp32=wide, is_rms_norm=rms)
         total = x if residual is None else x + residual
         return norm(total.to(norm.weight.dtype)), total.float() if self.residual_in_fp32 else total
 

@@ -3,6 +3,7 @@
 import hashlib
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -88,19 +89,19 @@ def sample(count: int, features: int, dim: int, *, rows: str, radii: str, genera
         raise ValueError(f"features={features} must be at most {MOST}")
     # The directions and the Gaussian numbers behind them.
     check_fits_in_memory(3 * 8 * count * features * dim, f"features={features} random rows of {dim} channels")
-    kind: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
+    normal = partial(torch.randn, generator=generator, dtype=torch.float64, device="cpu")
     if rows == "iid":
-        directions = F.normalize(torch.randn(count, features, dim, generator=generator, **kind), dim=-1)
+        directions = F.normalize(normal(count, features, dim), dim=-1)
     else:
-        squares = torch.randn(count, -(-features // dim), dim, dim, generator=generator, **kind)
+        squares = normal(count, -(-features // dim), dim, dim)
         directions = haar(squares).flatten(1, 2)[:, :features]
     if radii == "chi":
         # From separate numbers, since the norm of the block that gave a direction depends on it.
-        lengths = torch.randn(count, features, dim, generator=generator, **kind).norm(dim=-1)
+        lengths = normal(count, features, dim).norm(dim=-1)
     elif radii == "sqrt":
-        lengths = torch.full((count, features), dim**0.5, **kind)
+        lengths = torch.full((count, features), dim**0.5, dtype=torch.float64, device="cpu")
     else:
-        order = torch.rand(count, features, generator=generator, **kind).argsort(-1)
+        order = torch.rand(count, features, generator=generator, dtype=torch.float64, device="cpu").argsort(-1)
         lengths = levels(features, dim, radii)[order]
     return directions * lengths[..., None]
 
