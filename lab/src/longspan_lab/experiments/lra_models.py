@@ -36,6 +36,8 @@ SIZES: dict[str, str] = {
     "local": "window={sixteenth}",
     "longformer": "window={sixteenth}",
     "lowrank_band": "window={sixteenth}",
+    "moba": "block={sixteenth}",
+    "nsa": "block={sixteenth}, window={sixteenth}",
     "nystrom": "landmarks={eighth}",
     "poolingformer": "window={sixteenth}, far_window={far}",
     "reformer": "chunk={sixteenth}, buckets={even}",
