@@ -117,6 +117,7 @@ GROWING = {
     "alibi",
     "axial",
     "bigbird",
+    "dsa",
     "exact_topk",
     "forgetting",
     "gaussian",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from .clustered import Clustered as Clustered
     from .compressive import Compressive as Compressive
     from .deltanet import DeltaNet as DeltaNet
+    from .dsa import DSA as DSA
     from .etc import Etc as Etc
     from .exact_topk import ExactTopK as ExactTopK
     from .fast_weights import FastWeights as FastWeights

@@ -1,5 +1,6 @@
 """The base of causal mechanisms that keep the keys and values of all tokens, and number them from the first."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,8 @@ from ..ops.operands import zero_masked
 from ..ops.tensors import split
 from ..states.kv_cache import CacheView, KeyValues
 from .base import Attention, S
+
+Run = Callable[[Tensor, Any, Tensor | None, bool], tuple[Tensor, Any]]
 
 
 class Cached(Attention[S]):
@@ -42,13 +45,28 @@ class Cached(Attention[S]):
         segments: Tensor | None = None,
         donate: bool = False,
     ) -> tuple[Tensor, S | None]:
-        def run(x: Tensor, state: S | None, real: Tensor | None) -> tuple[Tensor, S | None]:
+        return self.by_sequences(self._run, x, state, mask, segments, donate)
+
+    def by_sequences(
+        self,
+        run: Run,
+        x: Tensor,
+        state: Any,
+        mask: Tensor | None,
+        segments: Tensor | None,
+        donate: bool,
+        *,
+        exact: bool = False,
+    ) -> tuple[Tensor, Any]:
+        """Call ``run`` for rows that begin with their real tokens; ``exact``: without padding that is not masked."""
+
+        def clean(x: Tensor, state: Any, real: Tensor | None) -> tuple[Tensor, Any]:
             if not x.numel():
                 return self.out(x), state
             x = x if real is None else x.masked_fill(~real[..., None], 0.0)
-            return self._run(x, state, real, donate and segments is None)
+            return run(x, state, real, donate and segments is None)
 
-        return rows.map_sequences(run, x, state, mask, segments, causal=True, width=self.dim)
+        return rows.map_sequences(clean, x, state, mask, segments, causal=not exact, width=self.dim)
 
     def _run(self, x: Tensor, state: Any, real: Tensor | None, donate: bool) -> tuple[Tensor, Any]:
         """x (B,N,dim), of which ``real`` (B,N) marks the first tokens of each row, or all if it is None."""

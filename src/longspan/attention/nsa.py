@@ -78,6 +78,7 @@ class NSA(Cached[BlockCache]):
         check_rotary(rotary, rotary_layout, dim // heads)
         self.block, self.top, self.window = block, top, window
         self.rotary, self.rotary_layout = rotary, rotary_layout
+        self.near = patterns.band(window - 1, right=0)
         self.gate = nn.Linear(dim, 3 * heads, bias=False)
 
     def start(self, batch: int, capacity: int) -> BlockCache:
@@ -144,9 +145,8 @@ class NSA(Cached[BlockCache]):
         real: Tensor | None,
     ) -> Tensor:
         """The sliding window: new tokens (B,G,N,D), all tokens (B,G,M,D)."""
-        seen = patterns.band(self.window - 1, right=0)
         if state is None:
-            return sparse.attend(q, k, v, seen)
+            return sparse.attend(q, k, v, self.near)
         # The tokens of the window before the first new one, and the new ones; some may not exist.
         n = q.shape[2]
         place = state.past.length[:, None] + torch.arange(1 - self.window, n, device=q.device)
@@ -157,4 +157,4 @@ class NSA(Cached[BlockCache]):
             return dense.attend(q, own_keys, own_values, mask=there[:, None, None])
         if real is not None:
             there = there & torch.nn.functional.pad(real, (self.window - 1, 0), value=True)
-        return sparse.attend(q, own_keys, own_values, seen, mask=there)
+        return sparse.attend(q, own_keys, own_values, self.near, mask=there)

@@ -22,7 +22,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "#56b4e9": ("ssd", "routing", "longformer", "kernel", "linformer"),
     "#7a52c7": ("kda", "informer", "transformer_xl", "realformer", "compressive", "adaptive_span", "forgetting"),
     "#8a8a1f": ("retention", "fourier", "sac", "image", "synthesizer", "nystrom"),
-    "#cc79a7": ("performer", "etc", "gaussian", "luna", "mamba"),
+    "#cc79a7": ("performer", "etc", "gaussian", "luna", "mamba", "dsa"),
     "#2fa8a0": ("deltanet", "sinkhorn", "bp", "talking_heads", "infini"),
     "#8c510a": ("fast_weights", "average", "exact_topk", "axial", "relative", "memory_compressed", "star", "nsa"),
     "#882255": ("polynomial", "lowrank_band", "improved_clustered", "mlstm", "path"),

@@ -27,6 +27,7 @@ SIZES: dict[str, str] = {
     "bigbird": "block={sixteenth}",
     "clustered": "clusters={eighth}",
     "compressive": "memory={eighth}, compressed={eighth}",
+    "dsa": "keys={eighth}",
     "etc": "globals=8, radius={sixteenth}",
     "exact_topk": "keys={eighth}",
     "image": "block={eighth}, memory={eighth}",

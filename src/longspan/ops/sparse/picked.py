@@ -4,7 +4,6 @@ import ctypes
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends import choose_backend
