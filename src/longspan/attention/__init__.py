@@ -22,9 +22,11 @@ if TYPE_CHECKING:
     from .clustered import Clustered as Clustered
     from .compressive import Compressive as Compressive
     from .deltanet import DeltaNet as DeltaNet
+    from .dsa import DSA as DSA
     from .etc import Etc as Etc
     from .exact_topk import ExactTopK as ExactTopK
     from .fast_weights import FastWeights as FastWeights
+    from .forgetting import Forgetting as Forgetting
     from .fourier import Fourier as Fourier
     from .gated_deltanet import GatedDeltaNet as GatedDeltaNet
     from .gaussian import Gaussian as Gaussian
@@ -46,7 +48,10 @@ if TYPE_CHECKING:
     from .mamba3 import Mamba3 as Mamba3
     from .memory_compressed import MemoryCompressed as MemoryCompressed
     from .mlstm import MLSTM as MLSTM
+    from .moba import MoBA as MoBA
+    from .nsa import NSA as NSA
     from .nystrom import Nystrom as Nystrom
+    from .path import PaTH as PaTH
     from .performer import Performer as Performer
     from .polynomial import Polynomial as Polynomial
     from .poolingformer import Poolingformer as Poolingformer
@@ -65,6 +70,7 @@ if TYPE_CHECKING:
     from .sparse_transformer import SparseTransformer as SparseTransformer
     from .ssd import SSD as SSD
     from .star import Star as Star
+    from .stick_breaking import StickBreaking as StickBreaking
     from .synthesizer import Synthesizer as Synthesizer
     from .talking_heads import TalkingHeads as TalkingHeads
     from .transformer_xl import TransformerXL as TransformerXL

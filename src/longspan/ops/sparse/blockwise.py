@@ -188,9 +188,9 @@ def _backward(r: Blocks, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor
         shared = own if q_ is q else slice(group, group + 1)
         if blocks is not None:
             of = out[:, own], grad[:, own], lse[:, own].contiguous()
-            found = kernels.backward(q_, k_, v_, *of, blocks, scale, softcap)
+            *found, _ = kernels.backward(q_, k_, v_, *of, blocks, scale, softcap)
             if q_ is q and not parts:
-                return found
+                return found[0], found[1], found[2]
             grads = grads or _zero_grads(q, k, v)
             for total, add, place in zip(grads, found, (own, shared, shared), strict=True):
                 total[:, place] += add

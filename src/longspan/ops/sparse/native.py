@@ -1,7 +1,7 @@
 """C++ kernels of softmax attention under a pattern, forward and backward."""
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,13 +14,31 @@ if TYPE_CHECKING:
     from .schedule import Listed
 
 
+class Gates(NamedTuple):
+    """Forget gates: the logit of query i and key j gets ``sums`` at i less ``sums`` at j."""
+
+    sums: Tensor | None = None  # (B,H,M) float64, contiguous, never rising along M
+    reach: Tensor | None = None  # (B,H) float32: blocks are left out whose logits all fall by more than this
+
+
+NO_GATES = Gates()
+
+
 def why_not(q: Tensor, k: Tensor, v: Tensor) -> str:
     """Return why the kernels cannot run these operands, or "" if they can. The first call compiles the kernels."""
     return call.why_not(q, k, v, None, family="pattern")
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, blocks: "Listed", scale: float, softcap: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    blocks: "Listed",
+    scale: float,
+    softcap: float = 0.0,
+    gates: Gates = NO_GATES,
 ) -> None:
     """Attend within the listed blocks; write ``out`` and ``lse``.
 
@@ -36,12 +54,13 @@ def forward(
         blocks: The blocks of all M tokens.
         scale: Factor of the logits.
         softcap: Cap of the logits, see ``sparse_attention``; 0: none.
+        gates: Forget gates.
 
     Raises:
         MemoryError: If the blocks of all threads do not fit into memory.
     """
     failed = kernels("pattern/forward").longspan_pattern_forward(
-        *pointers(q, k, v, out, lse, _offsets(q, k, blocks), blocks.keys, blocks.which, blocks.masks),
+        *pointers(q, k, v, out, lse, _offsets(q, k, blocks), blocks.keys, blocks.which, blocks.masks, *gates),
         strides(q, k, v, out),
         _sizes(q, k, v, blocks),
         TYPES[v.dtype],
@@ -63,8 +82,9 @@ def backward(
     blocks: "Listed",
     scale: float,
     softcap: float = 0.0,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k, v, each contiguous.
+    gates: Gates = NO_GATES,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return the gradients of q, k, v, each contiguous, and that of the sums of the gates, float64, None without gates.
 
     ``out`` and ``lse`` may belong to a softmax over more keys than these blocks. Each thread processes whole key heads
     and holds float32 sums of one head's gradients, so at most B G threads have work. The result is bitwise equal for
@@ -74,8 +94,10 @@ def backward(
         MemoryError: If the sums of all threads do not fit into memory.
     """
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    dsums = None if gates.sums is None else torch.zeros_like(gates.sums)
+    listed = (_offsets(q, k, blocks), *blocks[2:])
     failed = kernels("pattern/backward").longspan_pattern_backward(
-        *pointers(q, k, v, out, grad, dq, dk, dv, lse, _offsets(q, k, blocks), blocks.keys, blocks.which, blocks.masks),
+        *pointers(q, k, v, out, grad, dq, dk, dv, lse, *listed, *gates, dsums),
         strides(q, k, v, out, grad, dq, dk, dv),
         _sizes(q, k, v, blocks),
         TYPES[v.dtype],
@@ -85,7 +107,7 @@ def backward(
     )
     if failed:
         raise MemoryError(f"not enough memory for the gradient sums of {threads()} threads")
-    return dq, dk, dv
+    return dq, dk, dv, dsums
 
 
 def _offsets(q: Tensor, k: Tensor, blocks: "Listed") -> Tensor:

@@ -12,9 +12,14 @@ struct Backward {
     Tensor<T> dq, dk, dv;
     const float* lse;  // (B, H, N)
     float scale, cap;
+    Gates gates;
+    double* dsums;  // (B, H, M), zero before; null without gates
 
-    static long scratch(const Sizes& s, long size) {
-        return s.tokens * (s.kp() + s.vp()) + size * (4 * s.kp() + 4 * s.vp() + 2 * size) + 2 * whole_vectors(size);
+    long units() const { return sizes.batch * sizes.groups; }
+    long scratch() const {
+        const Sizes& s = sizes;
+        const long size = blocks.size;
+        return s.tokens * (s.kp() + s.vp()) + size * (4 * s.kp() + 4 * s.vp() + 2 * size) + 3 * whole_vectors(size);
     }
 
     // All heads that share one head of keys and values, to whose gradients they add.
@@ -37,26 +42,31 @@ struct Backward {
         float *value_turned = scratch.take(vp * size), *output = scratch.take(size * vp);
         float *p = scratch.take(size * size), *ds = scratch.take(size * size);
         float *delta = scratch.take(whole_vectors(size)), *logs = scratch.take(whole_vectors(size));
+        float* column = scratch.take(whole_vectors(size));
+        const long row = batch * sizes.heads + head, asked = sizes.start() + begin;
         read(Rows<const T>(q, batch, head), begin, rows, sizes.keys, query, kp);
         scale_rows(query, rows, kp, scale);
         read(Rows<const T>(grad, batch, head), begin, rows, sizes.values, up, vp);
         read(Rows<const T>(out, batch, head), begin, rows, sizes.values, output, vp);
         for (long i = 0; i < rows; ++i) {
             delta[i] = ::sum(dot_lanes(up + i * vp, output + i * vp, vp));
-            logs[i] = lse[(batch * sizes.heads + head) * sizes.queries + begin + i];
+            logs[i] = lse[row * sizes.queries + begin + i];
         }
         std::memset(sum, 0, sizeof(float) * rows * kp);
         const Rows<const T> keys(k, batch, group), values(v, batch, group);
         for (long e = blocks.offsets[u]; e < blocks.offsets[u + 1]; ++e) {
             const long first = blocks.keys[e] * size, cols = std::min(size, sizes.tokens - first);
             const long width = whole_vectors(cols);
+            if (gates.out_of_reach(row, sizes.tokens, asked, first + cols - 1)) continue;
             read_turned(keys, first, cols, sizes.keys, kp, size, key, key_turned);
             read_turned(values, first, cols, sizes.values, vp, size, value, value_turned);
             gemm<false>(rows, width, sizes.keys, query, kp, 1, key_turned, size, p, size);
             if (cap > 0.0f) cap_rows(p, rows, width, size, cap);
+            gates.add(row, sizes.tokens, asked, rows, first, cols, p, size);
             if (blocks.mask(e, skip) || width > cols) hide(p, rows, cols, width, size, blocks.mask(e, skip), size);
             gemm<false>(rows, width, sizes.values, up, vp, 1, value_turned, size, ds, size);
             for (long i = 0; i < rows; ++i) slopes(p + i * size, ds + i * size, width, logs[i], delta[i], cap);
+            if (dsums) take(ds, rows, cols, size, dsums + row * sizes.tokens + first, column);
             gemm<true>(cols, vp, rows, p, 1, size, up, vp, dvalues + first * vp, vp);
             gemm<true>(cols, kp, rows, ds, 1, size, query, kp, dkeys + first * kp, kp);
             gemm<true>(rows, kp, cols, ds, size, 1, key, kp, sum, kp);
@@ -65,37 +75,16 @@ struct Backward {
         write(sum, kp, Rows<T>(dq, batch, head), begin, rows, sizes.keys);
     }
 
-    // One row: logits become weights, and the products of dO and v become the gradients of the logits.
-    static void slopes(float* p, float* ds, long width, float log, float delta, float cap) {
-        // A row without visible keys has minus infinity here, and no gradient.
-        const vec none = splat(log == -INFINITY ? 0.0f : 1.0f), shift = splat(log == -INFINITY ? 0.0f : log);
-        for (long j = 0; j < width; j += W) {
-            const vec score = load(p + j), x = seen_exponential(score, shift) * none;
-            store(p + j, x);
-            vec slope = x * (load(ds + j) - delta);
-            // A key that is not visible has minus infinity, and slope 0.
-            if (cap > 0.0f) slope = pick(score == splat(NEVER), vec{}, slope * (1.0f - (score / cap) * (score / cap)));
-            store(ds + j, slope);
+    // The logits of a key fall with its sum. They rise with that of the query, but the gradients of a row add up to zero.
+    static void take(const float* ds, long rows, long cols, long size, double* dsums, float* column) {
+        for (long j = 0; j < cols; j += W) {
+            vec total = vec{};
+            for (long i = 0; i < rows; ++i) total += load(ds + i * size + j);
+            store(column + j, total);
         }
+        for (long j = 0; j < cols; ++j) dsums[j] -= column[j];
     }
 };
-
-template <class T>
-int backward(const Backward<T>& pass, int threads) {
-    const long units = pass.sizes.batch * pass.sizes.groups;
-    bool failed = false;
-#pragma omp parallel num_threads(threads) if (threads > 1 && units > 1)
-    {
-        Memory memory(pass.scratch(pass.sizes, pass.blocks.size));
-        if (!memory.ready()) failed = true;
-#pragma omp barrier
-        if (!failed) {
-#pragma omp for schedule(dynamic)
-            for (long unit = 0; unit < units; ++unit) pass.run(unit, memory.scratch());
-        }
-    }
-    return failed;
-}
 
 }  // namespace
 
@@ -104,7 +93,8 @@ int backward(const Backward<T>& pass, int threads) {
 extern "C" int longspan_pattern_backward(const void* q, const void* k, const void* v, const void* out, const void* grad,
                                          void* dq, void* dk, void* dv, const float* lse, const std::int64_t* offsets,
                                          const std::int64_t* keys, const std::int64_t* tiles,
-                                         const std::uint8_t* masks, const long* strides, const long* sizes, int type,
+                                         const std::uint8_t* masks, const double* sums, const float* reach, double* dsums,
+                                         const long* strides, const long* sizes, int type,
                                          float scale, float cap, int threads) {
     const Sizes all{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], sizes[6], sizes[7]};
     const Blocks blocks{offsets, keys, tiles, masks, sizes[8]};
@@ -112,8 +102,8 @@ extern "C" int longspan_pattern_backward(const void* q, const void* k, const voi
         using T = decltype(element);
         const auto read = [&](const void* data, long i) { return Tensor<const T>{static_cast<const T*>(data), strides + 4 * i}; };
         const auto write = [&](void* data, long i) { return Tensor<T>{static_cast<T*>(data), strides + 4 * i}; };
-        return backward(Backward<T>{all, blocks, read(q, 0), read(k, 1), read(v, 2), read(out, 3), read(grad, 4),
-                                    write(dq, 5), write(dk, 6), write(dv, 7), lse, scale, cap},
+        return each_unit(Backward<T>{all, blocks, read(q, 0), read(k, 1), read(v, 2), read(out, 3), read(grad, 4),
+                                    write(dq, 5), write(dk, 6), write(dv, 7), lse, scale, cap, {sums, reach}, dsums},
                         threads);
     };
     return type == 0 ? pass(float{}) : pass(bfloat16{});

@@ -74,6 +74,28 @@ inline void scale_rows(float* x, long rows, long width, float by) {
     for (long j = 0; j < rows * width; j += W) store(x + j, load(x + j) * by);
 }
 
+// Forget gates: the logit of query i and key j gets sums[i] - sums[j], where sums (B,H,M) never rise with the token. Blocks
+// of keys whose logits all fall by more than reach (B,H) are left out. Null for no gates.
+struct Gates {
+    const double* sums;
+    const float* reach;
+    bool out_of_reach(long row, long tokens, long query, long last) const {
+        return sums && sums[row * tokens + query] - sums[row * tokens + last] < -reach[row];
+    }
+    // Adds to logits (rows, cols) at ld, for queries and keys from these tokens on.
+    void add(long row, long tokens, long query, long rows, long key, long cols, float* x, long ld) const {
+        if (!sums) return;
+        const double *own = sums + row * tokens + query, *to = sums + row * tokens + key;
+        // The sums are large and their differences are not, so that these are in double.
+        for (long i = 0; i < rows; ++i)
+            for (long j = 0; j < cols; ++j) x[i * ld + j] += static_cast<float>(own[i] - to[j]);
+    }
+};
+
+inline void add_row(float* total, const float* x, long size) {
+    for (long j = 0; j < size; j += W) store(total + j, load(total + j) + load(x + j));
+}
+
 // The tokens of one block of keys and their transpose, zero beyond the last token and channel.
 template <class T>
 void read_turned(Rows<const T> rows, long begin, long n, long channels, long padded, long size, float* x, float* turned) {
@@ -81,6 +103,59 @@ void read_turned(Rows<const T> rows, long begin, long n, long channels, long pad
     const long whole = whole_vectors(n);
     if (whole > n) std::memset(x + n * padded, 0, sizeof(float) * (whole - n) * padded);
     transpose(x, padded, turned, size, whole, padded);
+}
+
+// Turns the logits of one row into weights; earlier sums are rescaled to the new maximum.
+inline void weigh(float* x, long width, float& top, float& below, float* sum, long vp) {
+    vec most = load(x);
+    for (long j = W; j < width; j += W) {
+        const vec y = load(x + j);
+        most = pick(y > most, y, most);
+    }
+    const float now = std::max(top, largest(most));
+    vec total = vec{};
+    for (long j = 0; j < width; j += W) {
+        const vec p = seen_exponential(load(x + j), splat(now));
+        store(x + j, p);
+        total += p;
+    }
+    const float kept = top > NEVER ? std::exp(top - now) : 0.0f;
+    if (now > top && below > 0.0f)
+        for (long j = 0; j < vp; j += W) store(sum + j, load(sum + j) * kept);
+    below = below * kept + ::sum(total);
+    top = now;
+}
+
+// One row: logits become weights, and the products of dO and v become the gradients of the logits.
+inline void slopes(float* p, float* ds, long width, float log, float delta, float cap) {
+    // A row without visible keys has minus infinity here, and no gradient.
+    const vec none = splat(log == -INFINITY ? 0.0f : 1.0f), shift = splat(log == -INFINITY ? 0.0f : log);
+    for (long j = 0; j < width; j += W) {
+        const vec score = load(p + j), x = seen_exponential(score, shift) * none;
+        store(p + j, x);
+        vec slope = x * (load(ds + j) - delta);
+        // A key that is not visible has minus infinity, and slope 0.
+        if (cap > 0.0f) slope = pick(score == splat(NEVER), vec{}, slope * (1.0f - (score / cap) * (score / cap)));
+        store(ds + j, slope);
+    }
+}
+
+// Calls pass.run for each of pass.units(), with memory for pass.scratch() floats per thread. Returns 1 if memory runs out.
+template <class Pass>
+int each_unit(const Pass& pass, int threads) {
+    const long units = pass.units();
+    bool failed = false;
+#pragma omp parallel num_threads(threads) if (threads > 1 && units > 1)
+    {
+        Memory memory(pass.scratch());
+        if (!memory.ready()) failed = true;
+#pragma omp barrier
+        if (!failed) {
+#pragma omp for schedule(dynamic)
+            for (long unit = 0; unit < units; ++unit) pass.run(unit, memory.scratch());
+        }
+    }
+    return failed;
 }
 
 }  // namespace

@@ -1,0 +1,81 @@
+"""PaTH attention by hand and against products of its maps."""
+
+import pytest
+import torch
+
+from longspan import backend
+from longspan.ops.softmax import path
+from support.hand import numbers, plain
+from support.tensors import close, data, same
+
+
+def definition(q, k, v, w, beta):
+    """Every pair with the product of the maps between them: (B,H,N,D) each, w (B,H,N,D), beta (B,H,N)."""
+    n, heads = q.shape[2], q.shape[1]
+    k, v, w, beta = (t.repeat_interleave(heads // t.shape[1], 1) for t in (k, v, w, beta))
+    maps = torch.eye(q.shape[-1], dtype=q.dtype) - beta[..., None, None] * w[..., :, None] * w[..., None, :]
+    outs = []
+    for i in range(n):
+        logits = []
+        for j in range(i + 1):
+            key = k[:, :, j]
+            for step in range(j + 1, i + 1):
+                key = (maps[:, :, step] @ key[..., None])[..., 0]
+            logits.append((q[:, :, i] * key).sum(-1) * q.shape[-1] ** -0.5)
+        outs.append((torch.stack(logits, -1).softmax(-1)[..., None] * v[:, :, : i + 1]).sum(2))
+    return torch.stack(outs, 2)
+
+
+def operands(n=23, heads=2, groups=1, dim=3):
+    q, k, v = data(2, heads, n, dim), data(2, groups, n, dim, seed=1), data(2, groups, n, 4, seed=2)
+    w = torch.nn.functional.normalize(data(2, groups, n, dim, seed=3), dim=-1)
+    return [t.requires_grad_() for t in (q, k, v, w, 2 * data(2, groups, n, seed=4).sigmoid())]
+
+
+def test_by_hand():
+    """Tokens (1,0), (0,1), (2,0) are queries, keys, values and directions, with beta 1.
+
+    The second removes nothing of the first key. The third removes all of it, reads the first two tokens alike, and
+    itself e^(4/sqrt 2) times as much.
+    """
+    module = plain("path(rank=0, convolution=0)", 2)
+    with torch.no_grad():
+        module.direction[0].weight.copy_(torch.eye(2))
+        module.rate.weight.zero_()
+        module.rate.bias.zero_()
+    y = module(numbers([1.0, 0.0], [0.0, 1.0], [2.0, 0.0]))[0][0]
+    e = torch.tensor(1 / 2**0.5, dtype=torch.float64).exp()
+    close(y[1], torch.stack([1 / (1 + e), e / (1 + e)]), 1e-6)
+    own = torch.tensor(4 / 2**0.5, dtype=torch.float64).exp()
+    close(y[2], torch.stack([(1 + 2 * own) / (2 + own), 1 / (2 + own)]), 1e-5)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("chunk", [1, 4, 64])
+def test_it_is_softmax_over_moved_keys(groups, chunk, monkeypatch):
+    monkeypatch.setattr(path, "CHUNK", chunk)
+    given = operands(groups=groups)
+    same(path.attend(*given)[0], definition(*given), given)
+
+
+def test_keys_come_back_moved_by_all_maps(monkeypatch):
+    monkeypatch.setattr(path, "CHUNK", 4)
+    q, k, v, w, beta = (t.detach() for t in operands(n=11))
+    first, second = slice(0, 6), slice(6, 11)
+    _, none, keys = path.attend(*(t[:, :, first] for t in (q, k, v, w, beta)))
+    assert none.shape[2] == 0
+    past = path.Past(keys, v[:, :, first], None)
+    o, old, new = path.attend(*(t[:, :, second] for t in (q, k, v, w, beta)), past)
+    whole, _, moved = path.attend(q, k, v, w, beta)
+    close(o, whole[:, :, second])
+    close(torch.cat([old, new], 2), moved)
+    with backend("reference"):
+        close(path.attend(q, k, v, w, beta)[2], moved)
+
+
+def test_memory_grows_less_than_the_pairs(monkeypatch):
+    monkeypatch.setattr(path, "CHUNK", 4)
+    given, kept = operands(n=512), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        path.attend(*given)
+    assert sum(kept) < 2 * 512 * 512
