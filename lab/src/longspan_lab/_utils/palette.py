@@ -19,15 +19,15 @@ TABLE: dict[str, tuple[str, ...]] = {
     "#e69f00": ("local",),
     "#009e73": ("gated_deltanet",),
     "#d55e00": ("gla", "reformer", "bigbird", "alibi", "clustered"),
-    "#56b4e9": ("ssd", "routing", "longformer", "kernel", "linformer"),
+    "#56b4e9": ("ssd", "routing", "longformer", "kernel", "linformer", "power"),
     "#7a52c7": ("kda", "informer", "transformer_xl", "realformer", "compressive", "adaptive_span"),
     "#8a8a1f": ("retention", "fourier", "sac", "image", "synthesizer", "nystrom"),
-    "#cc79a7": ("performer", "etc", "gaussian", "luna", "mamba"),
+    "#cc79a7": ("performer", "etc", "gaussian", "luna", "mamba", "preconditioned_deltanet"),
     "#2fa8a0": ("deltanet", "sinkhorn", "bp", "talking_heads", "infini"),
-    "#8c510a": ("fast_weights", "average", "exact_topk", "axial", "relative", "memory_compressed", "star"),
-    "#882255": ("polynomial", "lowrank_band", "improved_clustered", "mlstm"),
-    "#8a8a8a": ("rfa", "sparse", "poolingformer", "mamba3"),
-    "#332288": ("sparse_transformer", "set_transformer", "rwkv7", "log_linear"),
+    "#8c510a": ("fast_weights", "average", "exact_topk", "axial", "relative", "memory_compressed", "star", "gsa"),
+    "#882255": ("polynomial", "lowrank_band", "improved_clustered", "mlstm", "abc"),
+    "#8a8a8a": ("rfa", "sparse", "poolingformer", "mamba3", "longhorn"),
+    "#332288": ("sparse_transformer", "set_transformer", "rwkv7", "log_linear", "mesa"),
 }
 # For all that is not a mechanism, in this order; none is a color that belongs to one mechanism alone.
 OTHERS = COLORS
