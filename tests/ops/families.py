@@ -15,6 +15,8 @@ from torch import Tensor
 import longspan
 from longspan import backend
 from longspan.ops import gated
+from longspan.ops.gated import value_channels
+from longspan.ops.gated.operands import Recurrence, isolated_call, with_state
 from longspan.ops.linear.features import MAPS
 from longspan.ops.native.call import available
 
@@ -146,7 +148,8 @@ def heads(draw, n, sizes, batch, states, *, decay="none", delta=False, repeats=2
     given = {"query": draw(batch, 2, n, d), "key": F.normalize(draw(batch, 2, n, d), dim=-1)}
     given["value"] = draw(batch, values, n, e)
     if decay != "none":
-        given["log_decay"] = -draw(batch, values, n, *(() if decay == "head" else (d,))).abs()
+        widths = {"head": (), "channel": (d,), "value": (e,)}[decay]
+        given["log_decay"] = -draw(batch, values, n, *widths).abs()
     if delta:
         given["beta"] = draw(batch, values, n).sigmoid()
     return given | {"state": draw(states, values, d, e)}
@@ -205,6 +208,16 @@ def call_gated(given: Given, **options: Any) -> tuple[Tensor, Tensor]:
     # The sum without decay has no public function.
     q, k, v = (given[name] for name in ("query", "key", "value"))
     return gated.recur(q, k, v, state=given.get("state"), **options)
+
+
+def call_by_value(given: Given, donate: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
+    # It has no public function either. Attentions keep NaN in its sequence for it.
+    q, k, v, log_decay = (given[name] for name in ("query", "key", "value", "log_decay"))
+    blank: dict[str, Any] = {"scale": None, "mask": None, "segments": None, "cu_seqlens": None}
+    scale, mask, segments, offsets = (blank | options).values()
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    r = Recurrence(q, k, v, log_decay, None, given.get("state"), mask, segments, offsets, scale)  # pyright: ignore[reportArgumentType] (with_state fills it in)
+    return isolated_call(value_channels.serve, with_state(r), donate)
 
 
 def call_selective(given: Given, **options: Any) -> tuple[Tensor, Tensor]:
@@ -281,6 +294,21 @@ FAMILIES = {
     for family in (
         *(_gated(decay, delta) for delta in (False, True) for decay in ("none", "head", "channel")),
         *(_general(decay) for decay in ("none", "head", "channel")),
+        Family(
+            "decay-value",
+            "gated",
+            "decay attention",
+            call_by_value,
+            partial(heads, decay="value"),
+            "value",
+            HEADS,
+            rounded=1e-5,
+            shapes={"repeats": (2, 1, 3)},
+            options={"scale": (0.7, None)},
+            step=STEPS,
+            clears=True,
+            smallest={"sizes": (2, 2)},
+        ),
         Family(
             "linear",
             "linear",

@@ -32,6 +32,7 @@ NAMES = (
     "diagonal",
     "selective",
     "convolution",
+    "decay-value",
 )
 FORMS = ("reference", "torch", "native", *(["triton"] if importlib.util.find_spec("triton") and interpreted() else []))
 KINDS = [

@@ -88,7 +88,9 @@ def test_features_exist_for_one_span_at_a_time(monkeypatch):
 
 def test_spans_have_limits():
     values = torch.zeros(1, 1, 1, 65)
-    assert [polynomial._span(torch.zeros(1, dim), values[..., : dim + 1]) for dim in (1, 16, 64)] == [64, 162, 512]
+    kernel = polynomial.Kernel(1.0, False, 0.0)
+    spans = [polynomial._span(torch.zeros(1, dim), values[..., : dim + 1], kernel) for dim in (1, 16, 64)]
+    assert spans == [64, 162, 512]
 
 
 def test_the_reference_is_the_same():

@@ -12,6 +12,7 @@ from .build import build
 from .registry import list_mechanisms, mechanism_examples
 
 if TYPE_CHECKING:
+    from .abc import ABC as ABC
     from .adaptive_span import AdaptiveSpan as AdaptiveSpan
     from .alibi import Alibi as Alibi
     from .average import Average as Average
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .gated_deltanet import GatedDeltaNet as GatedDeltaNet
     from .gaussian import Gaussian as Gaussian
     from .gla import GLA as GLA
+    from .gsa import GSA as GSA
     from .image import Image as Image
     from .improved_clustered import ImprovedClustered as ImprovedClustered
     from .infini import Infini as Infini
@@ -42,11 +44,13 @@ if TYPE_CHECKING:
     from .local import Local as Local
     from .log_linear import LogLinear as LogLinear
     from .longformer import Longformer as Longformer
+    from .longhorn import Longhorn as Longhorn
     from .lowrank_band import LowRankBand as LowRankBand
     from .luna import Luna as Luna
     from .mamba import Mamba as Mamba
     from .mamba3 import Mamba3 as Mamba3
     from .memory_compressed import MemoryCompressed as MemoryCompressed
+    from .mesa import Mesa as Mesa
     from .mlstm import MLSTM as MLSTM
     from .moba import MoBA as MoBA
     from .nsa import NSA as NSA
@@ -55,6 +59,8 @@ if TYPE_CHECKING:
     from .performer import Performer as Performer
     from .polynomial import Polynomial as Polynomial
     from .poolingformer import Poolingformer as Poolingformer
+    from .power import Power as Power
+    from .preconditioned_deltanet import PreconditionedDeltaNet as PreconditionedDeltaNet
     from .realformer import RealFormer as RealFormer
     from .reformer import Reformer as Reformer
     from .relative import Relative as Relative

@@ -56,6 +56,8 @@ class Kernel(NamedTuple):
     apply: Callable[..., Any]
     inputs: int
     prepare: Callable[[Any], Any]
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
 
     def arguments(self, r: Any) -> tuple[Any, ...]:
         """Return what ``apply`` takes: the operands, and whether there will be a backward pass."""
@@ -157,7 +159,7 @@ def kernel(
     # A class of this name, so that profiles and graphs of autograd show which kernel they mean.
     methods = {"forward": staticmethod(attend), "backward": staticmethod(retreat)}
     function: Any = type(name, (torch.autograd.Function,), methods)
-    return Kernel(function.apply, inputs, prepare)
+    return Kernel(function.apply, inputs, prepare, forward, backward)
 
 
 def _wanted(r: tuple[Any, ...], results: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor]:

@@ -41,7 +41,7 @@ TABLES, RESULTS = DOCS / "results" / "mechanisms", ROOT / "benchmarks" / "result
 TASKS = DOCS / "results" / "reproduction"
 MACHINE, NAME = "epyc-2-cores", "every"
 AT = 16384  # tokens of the main table
-DELTA = ("deltanet", "fast_weights", "gated_deltanet", "kda", "rwkv7")
+DELTA = ("deltanet", "fast_weights", "gated_deltanet", "kda", "preconditioned_deltanet", "rwkv7")
 # What the chooser distinguishes, by its name in tables: the family of the registry, when to use it, and the default.
 # The family of gated mechanisms has two.
 KINDS = {

@@ -90,7 +90,7 @@ def attend(r: Recurrence) -> tuple[Tensor, Tensor]:
 
 def chunked(r: Recurrence, *, chunk: int = CHUNK, kernels: bool = False) -> tuple[Tensor, Tensor]:
     """``attend`` without ``normalize`` and ``cu_seqlens``. With ``kernels`` Triton computes the states."""
-    return _attend(Chunked(*r[:8], r.scale, chunk, kernels))
+    return in_spans(Chunked(*r[:8], r.scale, chunk, kernels))
 
 
 def composed(r: Recurrence, *, chunk: int = CHUNK) -> tuple[Tensor, Tensor]:
@@ -442,7 +442,7 @@ def _composed(r: Chunked) -> tuple[Tensor, Tensor]:
     return spans.composed(partial(_advanced, r), r)
 
 
-_attend = kernel(
+in_spans = kernel(
     "chunks",
     Chunked,
     _forward,

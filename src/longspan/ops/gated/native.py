@@ -21,6 +21,7 @@ from .operands import GeneralRecurrence, Recurrence, prepared, step_sizes
 R = TypeVar("R", Recurrence, GeneralRecurrence)
 
 DECAYS = {None: 0, 3: 1, 4: 2}  # axes of the log decays -> none, per head, per channel, as in gated/chunk.h
+BY_VALUE = 3  # per channel of the values, as there
 SPAN = 512  # as in gated/chunk.h
 
 
@@ -126,15 +127,15 @@ operands for which ``why_not`` is empty. Raises MemoryError if the states cannot
 """
 
 
-def step(r: Recurrence, donate: bool) -> tuple[Tensor, Tensor] | None:
+def step(r: Recurrence, donate: bool, by_value: bool = False) -> tuple[Tensor, Tensor] | None:
     """One token of ``gated.serve`` in one pass over the state (B,H,D,E), in place with ``donate``.
 
     q, k (B,G,1,D), v (B,H,1,E), in float32, bfloat16 or float16, log_decay (B,H,1) or (B,H,1,D), beta (B,H,1), state
-    float32 -> o (B,H,1,E) in v's dtype, state. Returns None for other operands, and without kernels. It runs once per
-    token and layer, so it is written for speed.
+    float32 -> o (B,H,1,E) in v's dtype, state. ``by_value``: log_decay (B,H,1,E). Returns None for other operands, and
+    without kernels. It runs once per token and layer, so it is written for speed.
     """
     q, k, v, log_decay, beta, state, _, _, _, scale, normalize = r
-    dtype, found = v.dtype, step_sizes(r)
+    dtype, found = v.dtype, step_sizes(r, by_value)
     if found is None or dtype not in HALVES or (beta is not None and beta.shape != (found[0], found[2], 1)):
         return None
     if dtype is not torch.float32:
@@ -161,7 +162,7 @@ def step(r: Recurrence, donate: bool) -> tuple[Tensor, Tensor] | None:
         heads // groups,
         keys,
         values,
-        kind(log_decay),
+        BY_VALUE if by_value else kind(log_decay),
         normalize,
         HALVES[dtype],
         scale,

@@ -184,10 +184,11 @@ def serve_with_keys(forms: Forms, r: Any, donate: bool = False, declined: bool =
     return out, end[:, :, :0]
 
 
-def step_sizes(r: Any) -> tuple[int, int, int, int, int] | None:
+def step_sizes(r: Any, by_value: bool = False) -> tuple[int, int, int, int, int] | None:
     """Return B, G, H, D and E if the operands are one token that the steps of the kernels take, else None.
 
-    It runs once per token and layer, before the operands are checked.
+    ``by_value``: log decays are those of the channels of the values. It runs once per token and layer, before the
+    operands are checked.
     """
     q, v = r.q, r.v
     if not q.dim() == v.dim() == 4:
@@ -199,7 +200,9 @@ def step_sizes(r: Any) -> tuple[int, int, int, int, int] | None:
     if r.k.shape != shape or v.shape != (batch, heads, 1, values) or r.state.shape != (batch, heads, keys, values):
         return None
     decay = r.log_decay
-    if decay is not None and decay.shape not in ((batch, heads, 1), (batch, heads, 1, keys)):
+    if decay is not None and decay.shape not in (
+        ((batch, heads, 1, values),) if by_value else ((batch, heads, 1), (batch, heads, 1, keys))
+    ):
         return None
     return batch, groups, heads, keys, values
 

@@ -10,7 +10,7 @@
 
 namespace {
 
-enum Decay { no_decay, by_head, by_channel };
+enum Decay { no_decay, by_head, by_channel, by_value };  // the last only for single tokens
 
 // The arguments of a call that both passes need. Consecutive value heads share a head of queries and keys. A row is one head
 // of one sequence, and its tokens are counted from the start of the sequence.

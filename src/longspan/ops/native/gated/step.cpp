@@ -14,7 +14,7 @@ void step_all(const gated::Step<T>& step, long rows, int threads) {
 }  // namespace
 
 // state (B,H,D,E) float, overwritten; q, k (B,G,D); v, out (B,H,E), of type 0 float, 1 bfloat16, 2 float16; log_decay null, or
-// (B,H) or (B,H,D), and beta null, or (B,H), float. Returns 0, or 1 for a head that is too large.
+// (B,H), (B,H,D), or (B,H,E) without beta, and beta null, or (B,H), float. Returns 0, or 1 for a head that is too large.
 extern "C" int longspan_gated_step(float* state, const void* q, const void* k, const void* v, const float* log_decay,
                                    const float* beta, void* out, long rows, long shared, long keys, long values, int decay,
                                    int normalize, int type, float scale, int threads) {

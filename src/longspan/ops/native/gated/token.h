@@ -16,7 +16,7 @@ struct Token {
     const float *q, *k, *v;
     float *state, *out;
     const float* end;  // of the states of the same thread
-    float alpha[limit], decayed_q[limit], decayed_k[limit];  // alpha per channel
+    float alpha[limit], decayed_q[limit], decayed_k[limit];  // alpha per channel of the keys, or of the values
     float beta, both;                                        // both: q.k
     // Copies of operands that are in half precision or normalized, and the output before rounding.
     float own_q[limit], own_k[limit], own_v[limit], own_out[limit];
@@ -90,21 +90,24 @@ void finish(Pending<NV>& pending, long keys, long width) {
     pending.token = nullptr;
 }
 
-// The same without the delta rule, in one pass.
-template <int NV>
+// The same without the delta rule, in one pass. BY_VALUE: alpha is that of the columns.
+template <int NV, bool BY_VALUE>
 long plain_columns(const Token& token, long e, long keys, long width, float scale) {
     for (; e + NV * W <= width; e += NV * W) {
-        vec o[NV] = {}, v[NV];
+        vec o[NV] = {}, v[NV], left[NV];
 #pragma GCC unroll 16
-        for (int j = 0; j < NV; ++j) v[j] = load(token.v + e + j * W);
+        for (int j = 0; j < NV; ++j) {
+            v[j] = load(token.v + e + j * W);
+            if (BY_VALUE) left[j] = load(token.alpha + e + j * W);
+        }
         float* s = token.state + e;
         const float* end = token.end;
         for (long d = 0; d < keys; ++d, s += width) {
-            const vec alpha = splat(token.alpha[d]), k = splat(token.k[d]), q = splat(token.q[d]);
+            const vec alpha = splat(BY_VALUE ? 0.0f : token.alpha[d]), k = splat(token.k[d]), q = splat(token.q[d]);
             fetch_row<NV * W>(upcoming(s, end));
 #pragma GCC unroll 16
             for (int j = 0; j < NV; ++j) {
-                const vec row = alpha * load(s + j * W) + k * v[j];
+                const vec row = (BY_VALUE ? left[j] : alpha) * load(s + j * W) + k * v[j];
                 store(s + j * W, row);
                 o[j] += q * row;
             }
@@ -116,7 +119,7 @@ long plain_columns(const Token& token, long e, long keys, long width, float scal
 }
 
 // One of the remaining columns.
-inline void column(const Token& token, long e, long keys, long width, float scale, bool delta) {
+inline void column(const Token& token, long e, long keys, long width, float scale, bool delta, bool by_value) {
     float seen = 0.0f, o = 0.0f, x = token.v[e];
     for (long d = 0; delta && d < keys; ++d) {
         seen += token.decayed_k[d] * token.state[d * width + e];
@@ -128,7 +131,7 @@ inline void column(const Token& token, long e, long keys, long width, float scal
     }
     for (long d = 0; d < keys; ++d) {
         float& s = token.state[d * width + e];
-        s = token.alpha[d] * s + token.k[d] * x;
+        s = token.alpha[by_value ? e : d] * s + token.k[d] * x;
         if (!delta) o += token.q[d] * s;
     }
     token.out[e] = o * scale;
@@ -143,7 +146,11 @@ inline vec first(const float* x, long count) {
 }
 
 // alpha, and the vectors with which the delta rule reads.
-inline void prepare(Token& token, const float* gates, int decay, const float* beta, long keys) {
+inline void prepare(Token& token, const float* gates, int decay, const float* beta, long keys, long values) {
+    if (decay == by_value) {
+        for (long e = 0; e < values; e += W) store(token.alpha + e, fading(first(gates + e, values - e)));
+        return;
+    }
     const vec head = decay == by_head ? fading(splat(*gates)) : splat(1.0f);
     vec both = vec{};
     for (long d = 0; d < keys; d += W) {
@@ -204,19 +211,23 @@ void run(const Step<T>& step, long from, long to) {
         token.state = step.state + row * values * keys, token.end = step.state + to * values * keys;
         const float* gates = nullptr;
         if (step.decay != no_decay)
-            gates = step.log_decay + sequence * step.decays_between + (step.decay == by_channel ? h * keys : h);
-        prepare(token, gates, step.decay, step.beta ? step.beta + begin + h : nullptr, keys);
+            gates = step.log_decay + sequence * step.decays_between +
+                    h * (step.decay == by_channel ? keys : step.decay == by_value ? values : 1);
+        prepare(token, gates, step.decay, step.beta ? step.beta + begin + h : nullptr, keys, values);
         long e = 0;
         if (step.beta) {
             e = delta_columns<NV, FADES>(pending, &token, e, keys, values, step.scale);
             Pending<1> single{};
             e = delta_columns<1, FADES>(single, &token, e, keys, values, step.scale);
             finish<1, FADES>(single, keys, values);
+        } else if (step.decay == by_value) {
+            e = plain_columns<NV, true>(token, e, keys, values, step.scale);
+            e = plain_columns<1, true>(token, e, keys, values, step.scale);
         } else {
-            e = plain_columns<NV>(token, e, keys, values, step.scale);
-            e = plain_columns<1>(token, e, keys, values, step.scale);
+            e = plain_columns<NV, false>(token, e, keys, values, step.scale);
+            e = plain_columns<1, false>(token, e, keys, values, step.scale);
         }
-        for (; e < values; ++e) column(token, e, keys, values, step.scale, step.beta != nullptr);
+        for (; e < values; ++e) column(token, e, keys, values, step.scale, step.beta != nullptr, step.decay == by_value);
         narrowed(token.out, values, step.out + at);
     }
     finish<NV, FADES>(pending, keys, values);

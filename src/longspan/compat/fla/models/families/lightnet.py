@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .....ops import gated
+from .....ops.gated import slots
 from .....ops.tensors import merge, upcast_half
 from ..family import Family
 from ..mixer import Call, ConvolvedMixer, RMSNorm, ShortConv, heads
 
 EPS = 1e-6  # of the output norm, whatever norm_eps is
-NOTHING = -1e30  # the logarithm of an empty sum; finite, so that differences are numbers
 
 
 class LightNetState(NamedTuple):
@@ -48,47 +48,16 @@ class LightNet(ConvolvedMixer):
 
     def start(self, batch: int) -> LightNetState:
         sums = upcast_half(self.like.new_zeros(batch, self.heads, *self.sizes))
-        return LightNetState(sums, torch.full_like(sums[..., 0], NOTHING), *self.start_convs(batch))
+        return LightNetState(sums, torch.full_like(sums[..., 0], slots.NOTHING), *self.start_convs(batch))
 
     def forward(self, x: Tensor, state: LightNetState | None, call: Call) -> tuple[Tensor, LightNetState | None]:
         sums, total, *recent = self.start(len(x)) if state is None else state
         mixed, recent = self.project(x, recent, call)
         q, k, v = heads(F.silu(mixed[0]), self.sizes[0]), heads(mixed[1], self.sizes[0]), heads(mixed[2], self.sizes[1])
-        logits = upcast_half(k)
-        if call.mask is not None:
-            logits = logits.masked_fill(~call.mask[:, None, :, None], NOTHING)
-        z = running_total(logits, total, call.segments)  # (B,H,N,D)
-        before = torch.cat([total[:, :, None], z[:, :, :-1]], 2)
-        if call.segments is not None:
-            # The first token of a sequence follows nothing.
-            begins = F.pad(call.segments.diff() != 0, (1, 0))
-            before = before.masked_fill(begins[:, None, :, None], NOTHING)
-        keys = (logits - z).exp().to(v.dtype)
-        o, sums = gated.recur(q, keys, v, log_decay=before - z, state=sums, **call.packing)
+        keys, decay, total = slots.running_softmax(upcast_half(k), total, call.mask, call.segments)
+        o, sums = gated.recur(q, keys.to(v.dtype), v, log_decay=decay, state=sums, **call.packing)
         y = self.o_proj(self.g_norm(merge(o), self.g_proj(x)))
-        return y, None if state is None else LightNetState(sums, z[:, :, -1] if x.shape[1] else total, *recent)
-
-
-def running_total(logits: Tensor, total: Tensor, segments: Tensor | None) -> Tensor:
-    """Return the logarithm of the sum of e^logits up to each token.
-
-    Args:
-        logits: (B,H,N,D).
-        total: (B,H,D), the total before the first token.
-        segments: (B,N) int64; sums start anew at each border, ``total`` belongs to the first segment.
-
-    Returns:
-        (B,H,N,D).
-    """
-    if segments is None:
-        return torch.cat([total[:, :, None], logits], 2).logcumsumexp(2)[:, :, 1:]
-    first = (segments == segments[:, :1])[:, None, :, None]
-    z, step = logits, 1
-    while step < logits.shape[2]:
-        same = F.pad(segments[:, step:] == segments[:, :-step], (step, 0))[:, None, :, None]
-        z = torch.logaddexp(z, F.pad(z[:, :, :-step], (0, 0, step, 0)).masked_fill(~same, NOTHING))
-        step *= 2
-    return torch.logaddexp(z, total[:, :, None].expand_as(z).masked_fill(~first, NOTHING))
+        return y, None if state is None else LightNetState(sums, total, *recent)
 
 
 def sizes(config: Any) -> tuple[int, int]:

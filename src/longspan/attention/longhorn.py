@@ -1,0 +1,118 @@
+"""Longhorn: a state space whose decay is the closed form of an online regression on the keys."""
+
+from typing import NamedTuple, Unpack
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..modules.norms import expanded
+from ..modules.short_conv import ShortConvolution
+from ..ops import gated
+from ..ops.tensors import split, upcast_half
+from .base import Attention, TokenArguments
+
+
+class LonghornState(NamedTuple):
+    """The state of each channel, and the inputs of the convolution; float32 or wider."""
+
+    sums: Tensor  # (B,H,channels,E)
+    recent: Tensor  # (B,convolution-1,HE) last inputs of the convolution; (B,0,HE) without one
+
+
+class Longhorn(Attention[LonghornState]):
+    r"""A state space without a learned decay: channels recall their inputs by keys, and forget what they rewrite.
+
+    Each channel's state is the exact minimum of $\lVert s - s_{t-1} \rVert^2 + \beta_t (s \cdot k_t - u_t)^2$, but for
+    the matrix $k_t k_t^\top$, of which it keeps the diagonal. $\beta_t$ and $u_t$ are one number per channel of the
+    values; the channels of a head share $k_t$ and $q_t$, of ``channels`` numbers each.
+
+    ``channels``: the size of queries and keys. ``expand``: the width of u as a multiple of dim. ``convolution``: the
+    width of the short convolution, including the token itself (0: none).
+
+    The paper has one head. Each number of a state has its own decay, so that each channel of the values is a head of
+    decay attention: longer sequences take several times as long as in ``mamba``.
+
+    Source: Liu et al. 2024 (2407.14207), section 3, in the block of Mamba.
+
+    Raises:
+        ValueError: For channels < 1, convolution = 1, or an ``expand`` that leaves each head a fraction of a channel.
+    """
+
+    name, paper, cost = "longhorn", "2407.14207", "N D^2"
+    family = "gated"
+    learned_state = ("sums", "recent")
+    equations = (
+        r"S_t = (1 - k_t^{\odot 2} \Delta_t^\top) \odot S_{t-1} + k_t (\Delta_t \odot u_t)^\top, \quad "
+        r"o_t = S_t^\top q_t + d \odot u_t, \quad \Delta_t = \frac{\beta_t}{1 + \beta_t \lVert k_t \rVert^2}",
+        r"u_t = \mathrm{silu}(\mathrm{convolution}(W_u x)_t), \quad k_t = W_k u_t, \quad q_t = W_q u_t, \quad "
+        r"\beta_t = \sigma(W_\beta u_t + b)",
+        r"y_t = W_o \, (o_t \odot \mathrm{silu}(W_z x_t))",
+    )
+    citation = (
+        "Liu, Bo and Wang, Rui and Wu, Lemeng and Feng, Yihao and Stone, Peter and Liu, Qiang",
+        "Longhorn: State Space Models are Amortized Online Learners",
+        2024,
+    )
+    examples = ("longhorn(channels=4)", "longhorn(channels=3, expand=1.0, convolution=0)")
+    directions, states = ("causal",), (LonghornState,)
+    kernels = ("convolution", "gated")
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        causal: bool = True,
+        channels: int = 16,
+        expand: float = 2.0,
+        convolution: int = 4,
+    ):
+        super().__init__(dim, heads, causal=causal)
+        if channels < 1:
+            raise ValueError(f"channels={channels} of queries and keys must be at least 1")
+        self.channels, self.expand, self.convolution = channels, expand, convolution
+        self.size = expanded(dim // heads, expand, "expand")
+        width = heads * self.size
+        self.input, self.gate = (nn.Linear(dim, width, bias=False) for _ in range(2))
+        self.mix = ShortConvolution(width, convolution) if convolution else None
+        self.query, self.key = (nn.Linear(width, heads * channels, bias=False) for _ in range(2))
+        self.rate = nn.Linear(width, width)
+        self.skip = nn.Parameter(torch.ones(width))
+        self.out = nn.Linear(width, dim, bias=False)
+
+    def start(self, batch: int, capacity: int) -> LonghornState:
+        like, width = upcast_half(self.weight_like), self.heads * self.size
+        sums = like.new_zeros(batch, self.heads, self.channels, self.size)
+        return LonghornState(sums, self.mix.start(batch) if self.mix else like.new_zeros(batch, 0, width))
+
+    def attend(
+        self, x: Tensor, state: LonghornState | None, **given: Unpack[TokenArguments]
+    ) -> tuple[Tensor, LonghornState | None]:
+        sums, recent = self.start(x.shape[0], 0) if state is None else state
+        if self.mix is not None:
+            u, recent = self.mix(self.input(x), recent, activation="silu", **given)
+        else:
+            u = F.silu(self.input(x))
+        q, k = (split(project(u), self.heads) for project in (self.query, self.key))
+        beta, squares = upcast_half(self.rate(u)).sigmoid().mT, upcast_half(k).square()  # (B,HE,N), (B,H,N,channels)
+        length = squares.sum(-1, keepdim=True)
+        # Of each channel of the values, by the squares of the keys of its head. 1 - Delta k^2 = (1 + beta (|k|^2 -
+        # k^2)) / (1 + beta |k|^2), of which both logarithms are finite.
+        length, others = (t.repeat_interleave(self.size, 1) for t in (length, length - squares))
+        log_decay = (beta[..., None] * others).log1p() - (beta[..., None] * length).log1p()
+        v = upcast_half(u).mT * beta / (1 + beta * length[..., 0])
+        o, after = gated.recur(
+            q,
+            k,
+            v.to(u.dtype)[..., None],
+            log_decay=log_decay,
+            scale=1.0,
+            state=sums.mT.flatten(1, 2)[..., None],
+            **given,
+        )
+        o = o[..., 0].mT + self.skip.to(u.dtype) * u
+        y = self.out(o * F.silu(self.gate(x)))
+        if state is None:
+            return y, None
+        return y, LonghornState(after[..., 0].unflatten(1, (self.heads, -1)).mT.contiguous(), recent)

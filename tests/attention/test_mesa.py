@@ -1,0 +1,105 @@
+"""Mesa: worked by hand, against solutions of each system in float64, and how its gradients follow the solution."""
+
+import itertools
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import longspan
+from longspan.ops.gated import mesa
+from support.hand import plain
+from support.mechanisms import fill, tokens
+
+D, E = 5, 4
+
+
+def test_by_hand():
+    module = plain("mesa(convolution=0)", 2)
+    # gamma = beta = 1/2, lambda = 1/4 + log 2.
+    fill(module, decay__weight=0.0, decay__bias=0.0, rate__weight=0.0, rate__bias=0.0, ridge=0.0)
+    module.norm = torch.nn.Identity()
+    ridge = 0.25 + math.log(2)
+    # k_1 = k_3 = (1, 0) and k_2 = (0, 1): H_1 = diag(1/2, 0), H_2 = diag(1/4, 1/2), H_3 = diag(5/8, 1/4), and the
+    # values are those keys too, so that G = H.
+    expected = [(0.5 / (0.5 + ridge), 0), (0, 0.5 / (0.5 + ridge)), (0.625 / (0.625 + ridge), 0)]
+    found = module(tokens((1, 0), (0, 1), (1, 0)))[0]
+    # A key's length is sqrt(s^2 + 1e-6).
+    torch.testing.assert_close(found, tokens(*expected), rtol=0, atol=1e-5)
+
+
+def drawn(n, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(n)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q, k = (F.normalize(draw(2, 2, n, D), dim=-1) for _ in range(2))
+    beta, log_decay, ridge = draw(2, 2, n).sigmoid(), F.logsigmoid(draw(2, 2, n) + 2), 0.25 + draw(2, D).exp()
+    given = q, k, draw(2, 2, n, E), beta, log_decay, ridge, draw(2, 2, D, D + E)
+    return [t.to(dtype).requires_grad_() for t in given]
+
+
+def sums(state):
+    """A state whose matrix is symmetric and positive."""
+    first, values = state.split([D, E], -1)
+    return torch.cat([first @ first.mT, values], -1)
+
+
+def call(given, steps=3 * D):
+    q, k, v, beta, log_decay, ridge, state = given
+    return mesa.attend(q, k, v, beta=beta, log_decay=log_decay, ridge=ridge, steps=steps, state=sums(state))
+
+
+def definition(given):
+    """Each token's system, by a direct solver."""
+    q, k, v, beta, log_decay, ridge, state = given
+    state, out = sums(state), []
+    for t in range(q.shape[2]):
+        write = beta[:, :, t, None, None] * k[:, :, t, :, None]
+        state = state * log_decay[:, :, t].exp()[..., None, None]
+        state = state + write * torch.cat([k, v], -1)[:, :, t, None]
+        matrix, values = state.split([D, E], -1)
+        x = torch.linalg.solve(matrix + torch.diag_embed(ridge), q[:, :, t])
+        out.append((x[:, :, None] @ values)[:, :, 0])
+    return torch.stack(out, 2), state
+
+
+@pytest.mark.parametrize("n", [1, 29])
+def test_values_and_gradients_are_those_of_the_solution(n):
+    given = drawn(n)
+    o, residual, end = call(given)
+    right = definition(given)
+    assert residual.max() < 1e-12
+    torch.testing.assert_close((o, end), right, rtol=0, atol=1e-10)
+
+    def slopes(found):
+        loss = found[0].sin().sum() + found[1].square().sum()
+        first = torch.autograd.grad(loss, given, create_graph=True)
+        return *first, *torch.autograd.grad(sum(t.sin().sum() for t in first), given)
+
+    torch.testing.assert_close(slopes((o, end)), slopes(right), rtol=1e-9, atol=1e-9)
+
+
+def test_the_residual_is_that_of_the_last_step():
+    """It falls with the steps, and a query along an eigenvector takes one."""
+    given = drawn(29)
+    found = [call(given, steps=steps)[1].max() for steps in (1, 2, 3, 4, 5)]
+    assert all(later < before for before, later in itertools.pairwise(found))
+    assert found[-1] < 1e-12 < found[-2]
+    _, k, v, beta, log_decay, _, state = given
+    one = torch.ones(2, D, dtype=torch.float64)
+    assert (
+        call((k[:, :, :1], k[:, :, :1], v[:, :, :1], beta[:, :, :1], log_decay[:, :, :1], one, state * 0), 1)[1].max()
+        < 1e-15
+    )
+
+
+def test_masked_tokens_have_no_residual():
+    module = longspan.build("mesa(steps=1)", 8, 2).double()
+    x = torch.randn(1, 9, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = torch.arange(9)[None] < 6
+    found = module.residual(x, mask=mask)
+    assert not found[..., 6:].any()
+    torch.testing.assert_close(found[..., :6], module.residual(x[:, :6]))
