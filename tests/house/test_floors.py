@@ -152,13 +152,16 @@ def modules_in_ops(package: Path) -> list[str]:
     return found
 
 
+BASES = {"Attention", "Patterned", "Cached"}
+
+
 def registering(package: Path) -> dict[str, int]:
-    """Files with a class of ``Attention`` or ``Patterned`` that has a ``name``, which registers it: how many each."""
+    """Files with a class of ``Attention``, or of a base of several, that has a ``name``: how many each."""
     found: dict[str, int] = {}
     for path in sources(package):
         for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
-            if isinstance(node, ast.ClassDef) and any("Attention" in base or base == "Patterned" for base in bases):
+            if isinstance(node, ast.ClassDef) and BASES & {base.partition("[")[0] for base in bases}:
                 assigned = (target for child in node.body for target in _targets(child))
                 if "name" in assigned:
                     where = path.relative_to(package).as_posix()
