@@ -79,6 +79,24 @@ def choose(q: Tensor, k: Tensor, weights: Tensor, at: Tensor, picks: int) -> Ten
     return torch.cat(found, 1)
 
 
+def largest(x: Tensor, picks: int) -> Tensor:
+    """Return where the largest numbers of each row are, without gradients: x (...,M) -> (...,S) int64, ascending.
+
+    S is at most ``picks``. Among equal numbers the first win, -inf is not taken, and -1 follows where there are fewer.
+    """
+    x, picks = x.detach(), min(picks, x.shape[-1])
+    if x.dtype == torch.float32 and x.numel() and not call.unreadable(x) and call.available(UNIT):
+        x, index = x.contiguous(), torch.empty(*x.shape[:-1], picks, dtype=torch.int64, device=x.device)
+        rows = x.numel() // x.shape[-1]
+        run = call.kernels(UNIT).longspan_picked_largest
+        call.check_allocated(run(*call.pointers(x, index), rows, x.shape[-1], picks, threads()), "scores")
+        return index
+    found, best = x.sort(dim=-1, descending=True, stable=True)
+    none = x.shape[-1]
+    best = best[..., :picks].masked_fill(found[..., :picks] == -torch.inf, none).sort(-1).values
+    return best.masked_fill(best == none, -1)
+
+
 def attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:
     """Attend from each query to the tokens that it picked, the same for all heads, in O(N S D).
 
