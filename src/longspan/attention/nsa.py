@@ -110,8 +110,9 @@ class NSA(Cached[BlockCache]):
             blocks = self._choose(q, at, means[0])
         best = chosen.attend(q, keys, values, at, blocks, self.block)
         near = self._near(q, k, v, keys, values, state, real)
-        gates = self.gate(x).sigmoid().unflatten(-1, (self.heads, 3)).transpose(1, 2)[..., None, :]
-        o = (torch.stack([summary, best, near], -1) * gates.to(best.dtype)).sum(-1)
+        gates = self.gate(x).sigmoid().unflatten(-1, (self.heads, 3)).transpose(1, 2)[..., None]  # (B,H,N,3,1)
+        first, second, third = gates.to(best.dtype).unbind(3)
+        o = first * summary + second * best + third * near
         return self.out(merge(o)), past and block_sums.after(past, sums, self.block)
 
     def _weights(self, q: Tensor, at: Tensor, keys: Tensor) -> Tensor:
