@@ -101,13 +101,13 @@ class NSA(Cached[BlockCache]):
             keys, values, sums = view.keys, view.values, state.sums.keys
         q = q.to(keys.dtype)
         sums = block_sums.add(sums, torch.cat([k, v], -1), at, self.block, -(-keys.shape[2] // self.block))
-        means = (sums / self.block).split(k.shape[-1], -1)
+        mean_keys, mean_values = (sums / self.block).split(k.shape[-1], -1)
         # A query sees the means of whole blocks, so far a causal prefix, which is cut into blocks of its own.
         whole = (at + 1) // self.block - 1
-        every = torch.arange(-(-means[0].shape[2] // MEANS), device=x.device).expand(*keys.shape[:2], x.shape[1], -1)
-        summary = chosen.attend(q, *(t.to(q.dtype) for t in means), whole, every, MEANS)
+        every = torch.arange(-(-sums.shape[2] // MEANS), device=x.device).expand(*keys.shape[:2], x.shape[1], -1)
+        summary = chosen.attend(q, mean_keys.to(q.dtype), mean_values.to(q.dtype), whole, every, MEANS)
         with torch.no_grad():
-            blocks = self._choose(q, at, means[0])
+            blocks = self._choose(q, at, mean_keys)
         best = chosen.attend(q, keys, values, at, blocks, self.block)
         near = self._near(q, k, v, keys, values, state, real)
         gates = self.gate(x).sigmoid().unflatten(-1, (self.heads, 3)).transpose(1, 2)[..., None]  # (B,H,N,3,1)
