@@ -4,6 +4,7 @@ import ast
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -153,12 +154,14 @@ def modules_in_ops(package: Path) -> list[str]:
 
 
 def registering(package: Path) -> dict[str, int]:
-    """Files with a class of ``Attention`` or ``Patterned`` that has a ``name``, which registers it: how many each."""
+    """Files with a class of ``Attention``, ``Cached`` or ``Patterned`` that has a ``name``, which registers it: how many each."""
     found: dict[str, int] = {}
     for path in sources(package):
         for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
-            if isinstance(node, ast.ClassDef) and any("Attention" in base or base == "Patterned" for base in bases):
+            if isinstance(node, ast.ClassDef) and any(
+                re.match("(.*Attention|Cached|Patterned)", base) for base in bases
+            ):
                 assigned = (target for child in node.body for target in _targets(child))
                 if "name" in assigned:
                     where = path.relative_to(package).as_posix()
