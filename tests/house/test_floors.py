@@ -154,7 +154,7 @@ def modules_in_ops(package: Path) -> list[str]:
 
 
 def registering(package: Path) -> dict[str, int]:
-    """Files with a class of ``Attention``, ``Cached`` or ``Patterned`` that has a ``name``, which registers it: how many each."""
+    """Files with a class of ``Attention``, ``Cached`` or ``Patterned`` that has a ``name``: how many each registers."""
     found: dict[str, int] = {}
     for path in sources(package):
         for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
