@@ -68,7 +68,7 @@ LIMITS = (
     Limit("exact_topk(keys=30)", "softmax"),
     Limit("dsa(keys=29)", "softmax", place={"causal": True}),
     Limit("moba(block=5, top=6)", "softmax", place={"causal": True}),
-    Limit("moba(block=29, top=1, kv_heads=1, rotary=100.0)", "softmax(kv_heads=1, rotary=100.0)"),
+    Limit("moba(block=29, top=1, kv_heads=1)", "softmax(kv_heads=1)"),
     Limit("moba(block=4, top=1)", "sparse(pattern='block(4)')"),
     Limit("bp(k=29)", "softmax", lambda module: nn.init.zeros_(module.edges)),
     Limit("clustered(clusters=29)", "softmax"),

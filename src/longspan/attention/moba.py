@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..modules.rotary import check_rotary, rotate
 from ..ops.softmax import scores
-from ..ops.sparse import chosen
+from ..ops.sparse import chosen, picked
 from ..ops.tensors import merge, positions
 from ..states import block_sums, kv_cache
 from ..states.block_sums import BlockCache
@@ -104,7 +104,5 @@ class MoBA(Cached[BlockCache]):
         for some, home in zip(q.split(step, 2), own.split(step, 2), strict=True):
             # Whole blocks have equally many keys, so sums are in the order of means.
             fit = scores.products(some.unflatten(1, (self.groups, -1)), sums[:, :, None]).flatten(1, 2)
-            fit, best = fit.masked_fill(number >= home, -torch.inf).sort(dim=-1, descending=True, stable=True)
-            others = slice(0, self.top - 1)
-            found.append(best[..., others].masked_fill(fit[..., others] == -torch.inf, -1))
+            found.append(picked.largest(fit.masked_fill(number >= home, -torch.inf), self.top - 1))
         return torch.cat([own, torch.cat(found, 2)], -1)

@@ -7,12 +7,14 @@ from .. import patterns
 from ..modules.rotary import check_rotary, rotate
 from ..ops import sparse
 from ..ops.softmax import dense, scores
-from ..ops.softmax.blocks import MAX_SCORES, by_blocks
-from ..ops.sparse import chosen
+from ..ops.sparse import chosen, picked
 from ..ops.tensors import merge, positions
 from ..states import block_sums, kv_cache
 from ..states.block_sums import BlockCache
 from .cached import Cached
+
+SCORES = 2**22  # weights of means in memory at a time
+MEANS = 64  # means that the kernel reads together
 
 
 class NSA(Cached[BlockCache]):
@@ -99,14 +101,18 @@ class NSA(Cached[BlockCache]):
             keys, values, sums = view.keys, view.values, state.sums.keys
         q = q.to(keys.dtype)
         sums = block_sums.add(sums, torch.cat([k, v], -1), at, self.block, -(-keys.shape[2] // self.block))
-        means = (sums / self.block).split(k.shape[-1], -1)
-        summary = by_blocks(self._summary, q, at, *means)
+        mean_keys, mean_values = (sums / self.block).split(k.shape[-1], -1)
+        # A query sees the means of whole blocks, so far a causal prefix, which is cut into blocks of its own.
+        whole = (at + 1) // self.block - 1
+        every = torch.arange(-(-sums.shape[2] // MEANS), device=x.device).expand(*keys.shape[:2], x.shape[1], -1)
+        summary = chosen.attend(q, mean_keys.to(q.dtype), mean_values.to(q.dtype), whole, every, MEANS)
         with torch.no_grad():
-            blocks = self._choose(q, at, means[0])
+            blocks = self._choose(q, at, mean_keys)
         best = chosen.attend(q, keys, values, at, blocks, self.block)
         near = self._near(q, k, v, keys, values, state, real)
-        gates = self.gate(x).sigmoid().unflatten(-1, (self.heads, 3)).transpose(1, 2)[..., None, :]
-        o = (torch.stack([summary.to(best.dtype), best, near], -1) * gates.to(best.dtype)).sum(-1)
+        gates = self.gate(x).sigmoid().unflatten(-1, (self.heads, 3)).transpose(1, 2)[..., None]  # (B,H,N,3,1)
+        first, second, third = gates.to(best.dtype).unbind(3)
+        o = first * summary + second * best + third * near
         return self.out(merge(o)), past and block_sums.after(past, sums, self.block)
 
     def _weights(self, q: Tensor, at: Tensor, keys: Tensor) -> Tensor:
@@ -115,23 +121,17 @@ class NSA(Cached[BlockCache]):
         whole = (torch.arange(keys.shape[2], device=q.device) + 1) * self.block - 1 <= at[:, None, :, None]
         return scores.weights(fit, whole)
 
-    def _summary(self, q: Tensor, at: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-        with torch.autocast(q.device.type, enabled=False):
-            return self._weights(q, at, keys) @ dense.repeat(values, self.heads)
-
     def _choose(self, q: Tensor, at: Tensor, keys: Tensor) -> Tensor:
         """The blocks that the heads of each head of keys share, (B,G,N,S), -1 for none."""
         number, found = torch.arange(keys.shape[2], device=q.device), []
-        step = max(1, MAX_SCORES // (q.shape[0] * self.heads * len(number)))
+        step = max(1, SCORES // (q.shape[0] * self.heads * len(number)))
         for some, place in zip(q.split(step, 2), at.split(step, 1), strict=True):
             fit = self._weights(some, place, keys).unflatten(1, (self.groups, -1)).sum(2)
             own = (place // self.block)[:, None, :, None]
             always = (number == 0) | (number == own) | (number == own - 1)
             # Weights of a group add up to less than these; blocks without a weight come last.
             fit = fit.masked_fill(always, torch.inf).masked_fill(number > own, -torch.inf)
-            fit, best = fit.sort(dim=-1, descending=True, stable=True)
-            some_best = slice(0, self.top)
-            found.append(best[..., some_best].masked_fill(fit[..., some_best] == -torch.inf, -1))
+            found.append(picked.largest(fit, self.top))
         return torch.cat(found, 2)
 
     def _near(

@@ -3,6 +3,7 @@
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.tensors import upcast_half
@@ -35,17 +36,17 @@ def add(sums: Tensor | None, x: Tensor, at: Tensor, size: int, count: int) -> Te
     """Return the sums of ``count`` blocks after more tokens.
 
     Args:
-        sums: (B,G,blocks,D) earlier sums, or None.
+        sums: (B,G,blocks,D) earlier sums; None for whole sequences, whose first token has position 0.
         x: (B,G,N,D) tokens, zeros where they are masked.
         at: (B,N) int64, their positions; those of masked tokens may be beyond the last block.
         size: Tokens of a block.
         count: Number of blocks.
     """
     x = upcast_half(x)
+    if sums is None:
+        return F.pad(x, (0, 0, 0, count * size - x.shape[2])).unflatten(2, (count, size)).sum(3)
     number = (at // size).clamp(max=count - 1)[:, None, :, None].expand_as(x)
     total = x.new_zeros(*x.shape[:2], count, x.shape[-1]).scatter_add(2, number, x)
-    if sums is None:
-        return total
     kept = min(count, sums.shape[2])
     return torch.cat([total[:, :, :kept] + sums[:, :, :kept], total[:, :, kept:]], 2)
 

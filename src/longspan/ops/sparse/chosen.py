@@ -167,17 +167,21 @@ class _Tiles:
         unit = torch.arange(batch * groups, device=device).view(batch, groups).repeat_interleave(heads // groups, 1)
         blocks = repeat(r.blocks, heads)
         there = (blocks >= 0) & (blocks < self.count) & (blocks * r.size <= at)
-        keys = (unit[:, :, None, None] * self.count + blocks)[there]
-        rows = torch.arange(self.total, device=device).view(batch, heads, n, 1).expand_as(blocks)[there]
-        order = keys.argsort(stable=True)
-        keys, rows = keys[order], rows[order]
-        visits = torch.bincount(keys, minlength=batch * groups * self.count)
+        # No visit is dropped, so that shapes do not depend on values: those of no block come last and see nothing.
+        none = batch * groups * self.count
+        keys = torch.where(there, unit[:, :, None, None] * self.count + blocks, none).flatten()
+        rows = torch.arange(self.total, device=device).view(batch, heads, n, 1).expand_as(blocks).flatten()
+        keys, order = keys.sort(stable=True)
+        rows = torch.where(keys < none, rows[order], self.total)
+        visits = torch.zeros(none + 1, dtype=torch.int64, device=device).scatter_add(0, keys, torch.ones_like(keys))
         tiles = -(-visits // TILE)
         first = tiles.cumsum(0) - tiles
         place = torch.arange(len(keys), device=device) - (visits.cumsum(0) - visits)[keys]
-        self.rows = torch.full((int(tiles.sum()), TILE), self.total, device=device)
+        most = len(keys) // TILE + none + 1
+        self.rows = torch.full((most, TILE), self.total, device=device)
         self.rows[first[keys] + place // TILE, place % TILE] = rows
-        self.block = torch.repeat_interleave(torch.arange(len(tiles), device=device), tiles)
+        self.block = torch.searchsorted(tiles.cumsum(0), torch.arange(most, device=device), right=True)
+        self.block = self.block.clamp(max=none - 1)
         # Positions of the queries in blocks; padding sees nothing.
         self.at = F.pad(r.at.clamp(max=m - 1)[:, None].expand(batch, heads, n).flatten(), (0, 1), value=-1)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..backends import choose_backend
 from ..compress import select
-from ..custom_ops import operation
+from ..custom_ops import operation, register
 from ..native import call
 from ..native.build.openmp import threads
 from ..operands import TRANSFORMED, materialize_neg, transformed
@@ -53,18 +53,14 @@ def choose(q: Tensor, k: Tensor, weights: Tensor, at: Tensor, picks: int) -> Ten
         DeepSeek-AI 2025 (2512.02556), eq. 1.
     """
     q, k, weights = (t.detach() for t in (q, k, weights))
-    (batch, n, heads, dim), m = q.shape, k.shape[1]
+    (batch, n, heads), m = q.shape[:3], k.shape[1]
     picks = min(picks, m)
     given, at = [upcast_half(t).contiguous() for t in (q, k, weights)], at.contiguous()
     why_not = call.unreadable(*given) or ("" if given[0].dtype == torch.float32 else "they take float32")
     why_not = why_not or ("" if call.available(UNIT) else "they could not be compiled")
     backend = choose_backend(CHOICE, SERVED, {"native": why_not}, "reference" if transformed() else "")
     if backend == "native":
-        index = torch.empty(batch, n, picks, dtype=torch.int64, device=q.device)
-        sizes = (ctypes.c_long * 6)(batch, n, m, heads, dim, picks)
-        run = call.kernels(UNIT).longspan_picked_choose
-        call.check_allocated(run(*call.pointers(*given, at, index), sizes, threads()), "scores")
-        return index
+        return _choose(*given, at, picks)
     found, size = [], n if backend == "reference" else max(1, SCORES // max(batch * heads * m, 1))
     for start in range(0, n, size) or [0]:
         part = slice(start, start + size)
@@ -77,6 +73,20 @@ def choose(q: Tensor, k: Tensor, weights: Tensor, at: Tensor, picks: int) -> Ten
         rows = torch.full((*column.shape[:2], picks + 1), -1, dtype=torch.int64, device=q.device)
         found.append(rows.scatter(-1, column, numbers)[..., :picks])
     return torch.cat(found, 1)
+
+
+def largest(x: Tensor, picks: int) -> Tensor:
+    """Return where the largest numbers of each row are, without gradients: x (...,M) -> (...,S) int64, ascending.
+
+    S is at most ``picks``. Among equal numbers the first win, -inf is not taken, and -1 follows where there are fewer.
+    """
+    x, picks = x.detach(), min(picks, x.shape[-1])
+    if x.dtype == torch.float32 and x.numel() and not call.unreadable(x) and call.available(UNIT):
+        return _largest(x.contiguous(), picks)
+    found, best = x.sort(dim=-1, descending=True, stable=True)
+    none = x.shape[-1]
+    best = best[..., :picks].masked_fill(found[..., :picks] == -torch.inf, none).sort(-1).values
+    return best.masked_fill(best == none, -1)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:
@@ -119,6 +129,35 @@ def gathered(x: Tensor, index: Tensor) -> Tensor:
     batch, groups, _, dim = x.shape
     place = index.clamp(min=0).flatten(1)[:, None, :, None].expand(-1, groups, -1, dim)
     return x.gather(2, place).view(batch, groups, *index.shape[1:], dim)
+
+
+def _run_choose(q: Tensor, k: Tensor, weights: Tensor, at: Tensor, picks: int) -> Tensor:
+    index = _chosen(q, k, weights, at, picks)
+    (batch, n, heads, dim), m = q.shape, k.shape[1]
+    sizes = (ctypes.c_long * 6)(batch, n, m, heads, dim, picks)
+    run = call.kernels(UNIT).longspan_picked_choose
+    call.check_allocated(run(*call.pointers(q, k, weights, at, index), sizes, threads()), "scores")
+    return index
+
+
+def _chosen(q: Tensor, k: Tensor, weights: Tensor, at: Tensor, picks: int) -> Tensor:
+    return torch.empty(*at.shape, picks, dtype=torch.int64, device=q.device)
+
+
+def _run_largest(x: Tensor, picks: int) -> Tensor:
+    index, scores = _places(x, picks), x.shape[-1]
+    run = call.kernels(UNIT).longspan_picked_largest
+    failed = run(*call.pointers(x, index), x.numel() // scores, scores, picks, threads())
+    call.check_allocated(failed, "scores")
+    return index
+
+
+def _places(x: Tensor, picks: int) -> Tensor:
+    return torch.empty(*x.shape[:-1], picks, dtype=torch.int64, device=x.device)
+
+
+# Operations, so that compiled graphs call them. They have no gradients.
+_choose, _largest = register("choose", _run_choose, _chosen), register("largest", _run_largest, _places)
 
 
 def _pieces(r: Picked) -> list[slice]:

@@ -85,6 +85,7 @@ FAMILIES: dict[str, dict[str, Functions]] = {
             "longspan_picked_forward": (INT, (*[POINTER] * 8, INT, FLOAT, INT)),
             "longspan_picked_backward": (INT, (*[POINTER] * 12, INT, FLOAT, INT)),
             "longspan_picked_choose": (INT, (*[POINTER] * 6, INT)),
+            "longspan_picked_largest": (INT, (*[POINTER] * 2, *[LONG] * 3, INT)),
             "longspan_picked_parts": (LONG, ()),
             "longspan_picked_vector": (LONG, ()),
         },

@@ -167,6 +167,22 @@ struct Backward {
     }
 };
 
+// The largest of n scores; of equal ones the first.
+inline void take(const float* x, long n, long picks, float* order, std::int64_t* out) {
+    long used = 0;
+    float least = NEVER;
+    if (n > picks) {
+        std::copy(x, x + n, order);
+        std::nth_element(order, order + picks - 1, order + n, std::greater<float>());
+        least = order[picks - 1];
+    }
+    long room = picks;
+    for (long j = 0; j < n; ++j) room -= x[j] > least;
+    for (long j = 0; j < n && used < picks; ++j)
+        if (x[j] > least || (x[j] == least && x[j] > NEVER && room-- > 0)) out[used++] = j;
+    for (; used < picks; ++used) out[used] = -1;
+}
+
 // The picks of some queries: index (B,N,picks) ascending, -1 after the last.
 struct Choose {
     long batch, queries, tokens, heads, channels, picks;
@@ -207,24 +223,24 @@ struct Choose {
             }
         }
         for (long i = 0; i < n; ++i)
-            take(scores + i * wide, std::min<long>(end, place[i] + 1), order, index + (row * queries + first + i) * picks);
+            take(scores + i * wide, std::min<long>(end, place[i] + 1), picks, order, index + (row * queries + first + i) * picks);
     }
 
-    // The largest of n scores; of equal ones the first.
-    void take(const float* x, long n, float* order, std::int64_t* out) const {
-        long used = 0;
-        if (n <= picks) {
-            for (; used < n; ++used) out[used] = used;
-        } else {
-            std::copy(x, x + n, order);
-            std::nth_element(order, order + picks - 1, order + n, std::greater<float>());
-            const float least = order[picks - 1];
-            long above = 0;
-            for (long j = 0; j < n; ++j) above += x[j] > least;
-            for (long j = 0, room = picks - above; j < n && used < picks; ++j)
-                if (x[j] > least || (x[j] == least && room-- > 0)) out[used++] = j;
-        }
-        for (; used < picks; ++used) out[used] = -1;
+};
+
+// The largest scores of each row: index (rows,picks) ascending, -1 after the last; NEVER is not taken.
+struct Largest {
+    long rows, scores, picks;
+    const float* x;
+    std::int64_t* index;
+
+    static constexpr long SOME = 256;  // rows of a unit
+    long units() const { return (rows + SOME - 1) / SOME; }
+    long scratch() const { return whole_vectors(scores); }
+    void run(long unit, Scratch scratch) const {
+        float* order = scratch.take(whole_vectors(scores));
+        for (long i = unit * SOME; i < std::min(rows, (unit + 1) * SOME); ++i)
+            take(x + i * scores, scores, picks, order, index + i * picks);
     }
 };
 
@@ -266,6 +282,11 @@ extern "C" int longspan_picked_backward(const void* q, const void* k, const void
 
 extern "C" long longspan_picked_parts() { return PARTS; }
 extern "C" long longspan_picked_vector() { return W; }
+
+// x (rows,scores) float, index (rows,picks), contiguous.
+extern "C" int longspan_picked_largest(const float* x, std::int64_t* index, long rows, long scores, long picks, int threads) {
+    return each_unit(Largest{rows, scores, picks, x, index}, threads);
+}
 
 // sizes: B, N, M, heads, D, picks. q (B,N,H,D), k (B,M,D), weights (B,N,H) float, at (B,N), index (B,N,picks), contiguous.
 extern "C" int longspan_picked_choose(const float* q, const float* k, const float* weights, const std::int64_t* at,
