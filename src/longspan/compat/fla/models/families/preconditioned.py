@@ -61,11 +61,10 @@ class Curvature(DeltaMixer):
         """
         factor = 2.0 if getattr(self, "negative", False) else 1.0
         q, k, v = heads(q, self.sizes[0]), heads(k, self.sizes[0]), heads(v, self.sizes[1])
-        beta, weight = (upcast_half(t).sigmoid().mT for t in (beta, weight))
-        fade = log_decay(self.A_log_atk, fade, self.dt_bias_atk).mT
-        q, k, beta, fade, weight = (
-            t.repeat_interleave(self.heads // t.shape[1], 1) for t in (q, k, factor * beta, fade, weight)
-        )
+        beta, weight = upcast_half(beta).sigmoid().mT * factor, upcast_half(weight).sigmoid()
+        fade = log_decay(self.A_log_atk, fade, self.dt_bias_atk)
+        q, k, beta = (t.repeat_interleave(self.heads // t.shape[1], 1) for t in (q, k, beta))
+        fade, weight = (t.repeat_interleave(self.heads // t.shape[2], 2) for t in (fade, weight))
         center = upcast_half(self.log_atk_scale)
         o, (sums, curvature) = preconditioned.attend(
             unit(upcast_half(q)),
