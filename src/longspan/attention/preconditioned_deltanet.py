@@ -59,7 +59,7 @@ class PreconditionedDeltaNet(Attention[PreconditionedDeltaNetState]):
         "Preconditioned DeltaNet: Curvature-aware Sequence Modeling for Linear Recurrences",
         2026,
     )
-    examples = ("preconditioned_deltanet", "preconditioned_deltanet(span=2.0, expand_v=1.0, convolution=0)")
+    examples = ("preconditioned_deltanet", "preconditioned_deltanet(span=2.0, expand_v=1.0, convolution=2)")
     directions, states = ("causal",), (PreconditionedDeltaNetState,)
     kernels = ("convolution", "scan", "general")
 
