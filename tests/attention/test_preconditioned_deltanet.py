@@ -45,7 +45,7 @@ def test_equals_its_recurrence(n):
     given = [q, k, draw(n, values), beta, g, weight, f, draw(n)[0, :, 0].clone(), draw(keys, values), draw(keys).abs()]
     given = [t.requires_grad_() for t in given]
     q, k, v, beta, g, weight, f, center, sums, curvature = given
-    gates = {"beta": beta, "log_decay": g, "weight": weight, "log_fade": f, "center": center}
+    gates = {"beta": beta, "log_decay": g, "weight": weight.mT, "log_fade": f.mT, "center": center}
     o, after = preconditioned.attend(q, k, v, **gates, span=1.5, state=(sums, curvature))
     rows = []
     for t in range(n):

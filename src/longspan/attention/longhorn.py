@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 from ..modules.norms import expanded
 from ..modules.short_conv import ShortConvolution
-from ..ops import gated
-from ..ops.tensors import split, upcast_half
+from ..ops import scan
+from ..ops.tensors import upcast_half
 from .base import Attention, TokenArguments
 
 
 class LonghornState(NamedTuple):
     """The state of each channel, and the inputs of the convolution; float32 or wider."""
 
-    sums: Tensor  # (B,H,channels,E)
+    sums: Tensor  # (B,H,E,channels)
     recent: Tensor  # (B,convolution-1,HE) last inputs of the convolution; (B,0,HE) without one
 
 
@@ -30,8 +30,8 @@ class Longhorn(Attention[LonghornState]):
     ``channels``: the size of queries and keys. ``expand``: the width of u as a multiple of dim. ``convolution``: the
     width of the short convolution, including the token itself (0: none).
 
-    The paper has one head. Each number of a state has its own decay, so that each channel of the values is a head of
-    decay attention: longer sequences take several times as long as in ``mamba``.
+    The paper has one head. Each number of a state has its own decay, so that a sequence needs memory for the states
+    of all tokens, and takes longer than in ``mamba``.
 
     Source: Liu et al. 2024 (2407.14207), section 3, in the block of Mamba.
 
@@ -43,8 +43,8 @@ class Longhorn(Attention[LonghornState]):
     family = "gated"
     learned_state = ("sums", "recent")
     equations = (
-        r"S_t = (1 - k_t^{\odot 2} \Delta_t^\top) \odot S_{t-1} + k_t (\Delta_t \odot u_t)^\top, \quad "
-        r"o_t = S_t^\top q_t + d \odot u_t, \quad \Delta_t = \frac{\beta_t}{1 + \beta_t \lVert k_t \rVert^2}",
+        r"S_t = (1 - \Delta_t (k_t \odot k_t)^\top) \odot S_{t-1} + (\Delta_t \odot u_t) k_t^\top, \quad "
+        r"o_t = S_t q_t + d \odot u_t, \quad \Delta_t = \frac{\beta_t}{1 + \beta_t \lVert k_t \rVert^2}",
         r"u_t = \mathrm{silu}(\mathrm{convolution}(W_u x)_t), \quad k_t = W_k u_t, \quad q_t = W_q u_t, \quad "
         r"\beta_t = \sigma(W_\beta u_t + b)",
         r"y_t = W_o \, (o_t \odot \mathrm{silu}(W_z x_t))",
@@ -56,7 +56,7 @@ class Longhorn(Attention[LonghornState]):
     )
     examples = ("longhorn(channels=4)", "longhorn(channels=3, expand=1.0, convolution=0)")
     directions, states = ("causal",), (LonghornState,)
-    kernels = ("convolution", "gated")
+    kernels = ("convolution", "scan")
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class Longhorn(Attention[LonghornState]):
 
     def start(self, batch: int, capacity: int) -> LonghornState:
         like, width = upcast_half(self.weight_like), self.heads * self.size
-        sums = like.new_zeros(batch, self.heads, self.channels, self.size)
+        sums = like.new_zeros(batch, self.heads, self.size, self.channels)
         return LonghornState(sums, self.mix.start(batch) if self.mix else like.new_zeros(batch, 0, width))
 
     def attend(
@@ -94,25 +94,17 @@ class Longhorn(Attention[LonghornState]):
             u, recent = self.mix(self.input(x), recent, activation="silu", **given)
         else:
             u = F.silu(self.input(x))
-        q, k = (split(project(u), self.heads) for project in (self.query, self.key))
-        beta, squares = upcast_half(self.rate(u)).sigmoid().mT, upcast_half(k).square()  # (B,HE,N), (B,H,N,channels)
+        # The last axes are the channels of values, and those of keys, of a head.
+        q, k = (upcast_half(project(u)).unflatten(-1, (self.heads, 1, -1)) for project in (self.query, self.key))
+        wide, beta = (upcast_half(t).unflatten(-1, (self.heads, -1, 1)) for t in (u, self.rate(u)))
+        beta, squares = beta.sigmoid(), k.square()
         length = squares.sum(-1, keepdim=True)
-        # Of each channel of the values, by the squares of the keys of its head. 1 - Delta k^2 = (1 + beta (|k|^2 -
-        # k^2)) / (1 + beta |k|^2), of which both logarithms are finite.
-        length, others = (t.repeat_interleave(self.size, 1) for t in (length, length - squares))
-        log_decay = (beta[..., None] * others).log1p() - (beta[..., None] * length).log1p()
-        v = upcast_half(u).mT * beta / (1 + beta * length[..., 0])
-        o, after = gated.recur(
-            q,
-            k,
-            v.to(u.dtype)[..., None],
-            log_decay=log_decay,
-            scale=1.0,
-            state=sums.mT.flatten(1, 2)[..., None],
-            **given,
-        )
-        o = o[..., 0].mT + self.skip.to(u.dtype) * u
-        y = self.out(o * F.silu(self.gate(x)))
+        # 1 - Delta k^2 = (1 + beta (|k|^2 - k^2)) / (1 + beta |k|^2), of which both logarithms are finite.
+        log_decay = (beta * (length - squares)).log1p() - (beta * length).log1p()
+        written = (wide * beta / (1 + beta * length)) * k
+        h, sums = scan.diagonal(written.flatten(2), log_decay.flatten(2), state=sums.flatten(1), **given)
+        o = (h.view(written.shape) @ q.mT)[..., 0].flatten(2) + upcast_half(self.skip) * upcast_half(u)
+        y = self.out(o.to(x.dtype) * F.silu(self.gate(x)))
         if state is None:
             return y, None
-        return y, LonghornState(after[..., 0].unflatten(1, (self.heads, -1)).mT.contiguous(), recent)
+        return y, LonghornState(sums.unflatten(1, (self.heads, self.size, -1)), recent)

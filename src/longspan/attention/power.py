@@ -38,8 +38,8 @@ class Power(Attention[PowerState]):
     learned_state = ("sums",)
     equations = (
         r"o_i = \frac{\sum_{j \le i} s_{ij} v_j}{\sum_{j \le i} s_{ij} + \epsilon}, \quad "
-        r"s_{ij} = \left(\frac{q_i \cdot k_j}{\sqrt D}\right)^p \prod_{t=j+1}^i \alpha_t, \quad "
-        r"\alpha_t = \sigma(w \cdot x_t + b)",
+        r"s_{ij} = \left(\frac{q_i \cdot k_j}{\sqrt D}\right)^p e^{\sum_{t=j+1}^i g_t}, \quad "
+        r"g_t = \log \sigma(w \cdot x_t + b)",
     )
     citation = (
         "Buckman, Jacob and Gelada, Carles and Zhang, Sean",

@@ -59,7 +59,7 @@ class PreconditionedDeltaNet(Attention[PreconditionedDeltaNetState]):
         "Preconditioned DeltaNet: Curvature-aware Sequence Modeling for Linear Recurrences",
         2026,
     )
-    examples = ("preconditioned_deltanet", "preconditioned_deltanet(span=2.0, expand_v=1.0, convolution=0)")
+    examples = ("preconditioned_deltanet", "preconditioned_deltanet(span=2.0, expand_v=1.0, convolution=2)")
     directions, states = ("causal",), (PreconditionedDeltaNetState,)
     kernels = ("convolution", "scan", "general")
 
@@ -112,8 +112,8 @@ class PreconditionedDeltaNet(Attention[PreconditionedDeltaNetState]):
             v,
             beta=upcast_half(self.rate(x)).sigmoid().mT,
             log_decay=log_decay(self.a_log, self.decay(x), self.dt_bias).mT,
-            weight=upcast_half(self.weight(x)).sigmoid().mT,
-            log_fade=log_decay(self.fade_log, self.fade(x), self.fade_bias).mT,
+            weight=upcast_half(self.weight(x)).sigmoid(),
+            log_fade=log_decay(self.fade_log, self.fade(x), self.fade_bias),
             center=upcast_half(self.center),
             span=self.span,
             state=(sums, curvature),

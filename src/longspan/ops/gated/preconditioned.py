@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ..scan import diagonal
-from ..tensors import merge, split
+from ..tensors import split
 from . import general
 
 EPS = 1e-6  # added to the curvature before its logarithm
@@ -45,8 +45,8 @@ def attend(
         v: (B,H,N,E).
         beta: $\beta_t$, (B,H,N).
         log_decay: $g_t \le 0$, (B,H,N).
-        weight: $w_t$, (B,H,N).
-        log_fade: $f_t \le 0$, (B,H,N).
+        weight: $w_t$, (B,N,H).
+        log_fade: $f_t \le 0$, (B,N,H).
         center: $c$, (H,).
         span: $r > 1$: the scales lie between 1 / r and r.
         state: S (B,H,D,E) and A (B,H,D).
@@ -62,8 +62,9 @@ def attend(
     """
     sums, curvature = state
     given: Any = {"mask": mask, "segments": segments, "donate": donate}
-    squares = merge(weight[..., None] * k.square())
-    seen, curvature = diagonal(squares, merge(log_fade[..., None].expand_as(k)), state=curvature.flatten(1), **given)
+    squares = weight[..., None] * k.transpose(1, 2).square()  # (B,N,H,D)
+    fade = log_fade[..., None].expand_as(squares)
+    seen, curvature = diagonal(squares.flatten(2), fade.flatten(2), state=curvature.flatten(1), **given)
     ahead = (split(seen, k.shape[1]) + EPS).log() - center[:, None, None]
     scale = (-math.log(span) * ahead / (1 + ahead.abs())).exp()
     write = (beta[..., None] * scale * k).to(v.dtype)

@@ -27,6 +27,7 @@ from ..custom_ops import Kernel, contiguous_like, exported, kernel
 from ..forms import Form, Forms
 from ..native import call
 from ..operands import transformed, zero_masked
+from ..tensors import upcast_half
 from . import chunks, definition, native, triton
 from .decays import LOWEST
 from .operands import Recurrence, prepared, scale_of, with_state
@@ -116,13 +117,20 @@ def on(
     def backward(
         r: Recurrence, grads: Sequence[Tensor], kept: Sequence[Tensor], needed: Sequence[bool]
     ) -> list[Tensor | None]:
-        other = of(turned(r, grads[0]))
+        dtype, grad = r.v.dtype, grads[0]
+        if r.v.shape[1] > r.k.shape[1]:
+            # Half precision is not enough for the sums over value heads that share a query.
+            q, k, v, grad = (upcast_half(t) for t in (r.q, r.k, r.v, grad))
+            r = r._replace(q=q, k=k, v=v)
+        other = of(turned(r, grad))
         dq, _, *kept = inner.forward(other, True)
         above = repeated(r, r.q), grads[1].mT.contiguous()
         _, dv, dk, decay, _, first = inner.backward(other, above, kept, [False, *[True] * 5])
         assert dk is not None
         assert first is not None
-        return [summed(r, dq), summed(r, dk), dv, decay, None, first.mT.contiguous()]
+        assert dv is not None
+        made = (t.to(dtype) for t in (summed(r, dq), summed(r, dk), dv))
+        return [*made, decay, None, first.mT.contiguous()]
 
     def shapes(r: Recurrence, keeps: bool) -> tuple[Tensor, Tensor]:
         return torch.empty_like(r.v), contiguous_like(r.state)
@@ -180,7 +188,7 @@ def _step(r: Recurrence, donate: bool) -> tuple[Tensor, Tensor]:
     """One token, in few passes over the state, which ``donate`` overwrites."""
     q, k, v, log_decay = zero_masked(r.mask, r.q, r.k, r.v, r.log_decay)
     state, wide = r.state, r.state.dtype
-    q, k = repeated(r, q).to(wide) * r.scale, repeated(r, k).to(wide)
+    q, k = repeated(r, q.to(wide)) * r.scale, repeated(r, k.to(wide))
     alpha = log_decay.to(wide).clamp(min=LOWEST).exp()
     # -inf clears whatever is in the state.
     state = state.mul_(alpha) if donate else state * alpha

@@ -31,9 +31,12 @@ class KimiDeltaAttention(DeltaMixer):
 
     def recur(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, sums: Tensor, call: Call) -> tuple[Tensor, Tensor]:
         beta = upcast_half(self.b_proj(x)).sigmoid() * (2.0 if self.negative else 1.0)
+        return self.run(q, k, v, sums, beta, call, decay=self.log_decay(x))
+
+    def log_decay(self, x: Tensor) -> Tensor:
+        """Return g (B,H,N,D) in float32 at least."""
         bias = self.dt_bias.view(-1, 1, self.sizes[0])
-        decay = log_decay(self.A_log[:, None, None], heads(self.f_proj(x), self.sizes[0]), bias, self.lower_bound)
-        return self.run(q, k, v, sums, beta, call, decay=decay)
+        return log_decay(self.A_log[:, None, None], heads(self.f_proj(x), self.sizes[0]), bias, self.lower_bound)
 
 
 def _check(config: Any) -> str:
