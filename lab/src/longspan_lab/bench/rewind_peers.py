@@ -104,16 +104,22 @@ def _tokenizer() -> str:
     return made.to_str()
 
 
-def _llama(path: Path, context: int) -> Engine:
-    """llama.cpp's server with the defaults of its checkpoints."""
+def llama(path: Path, context: int) -> Any:
+    """Return llama.cpp's server for a file, with as many threads as torch."""
     import xllamacpp  # pyright: ignore[reportMissingImports] (optional)
 
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(path), context, 1, False
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
+    params.verbosity = 0
+    return xllamacpp.Server(params)
+
+
+def _llama(path: Path, context: int) -> Engine:
+    """llama.cpp's server with the defaults of its checkpoints."""
+
     def run(prompt: list[int], edited: list[int]) -> tuple[float, float]:
-        params = xllamacpp.CommonParams()
-        params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(path), context, 1, False
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
-        params.verbosity = 0
-        server = xllamacpp.Server(params)
+        server = llama(path, context)
 
         def read(tokens: list[int]) -> None:
             server.handle_completions({"prompt": tokens, "n_predict": 1, "cache_prompt": True, "temperature": 0})
