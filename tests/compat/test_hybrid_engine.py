@@ -84,7 +84,8 @@ def test_tokens_equal_those_of_the_layers(kind, weights):
     assert calls(kind)[ENGINE] == 5
     assert far(found, wanted) < TOLERANCE[weights]
     for one, other in zip(states(ours), states(theirs), strict=True):
-        assert one.shape == other.shape and far(one, other) < TOLERANCE[weights]
+        assert one.shape == other.shape
+        assert far(one, other) < TOLERANCE[weights]
     # The layers continue what the engine has left, and the other way round.
     last = tokens(3, 2, seed=2)
     assert far(model(last, cache=ours).logits, model(last, cache=theirs).logits) < TOLERANCE[weights]
@@ -164,7 +165,8 @@ def test_a_changed_model_is_read_again():
     model.model.layers[1].mlp.up_proj.weight.data.mul_(2.0)
     model.model.norm.weight.data = torch.rand(64)
     found, wanted = both()
-    assert not torch.allclose(first, wanted) and far(found, wanted) < 2e-6
+    assert not torch.allclose(first, wanted)
+    assert far(found, wanted) < 2e-6
     model.model.layers[2].mlp.down_proj = torch.nn.Linear(96, 64)
     found, wanted = both()
     assert far(found, wanted) < 2e-6
@@ -204,7 +206,8 @@ def test_what_the_engine_does_not_know_runs_in_the_layers(reason):
     found = calls("qwen3_5")
     assert found.pop(ENGINE) == 1
     ((why, count),) = found.items()
-    assert reason in why and count == 2
+    assert reason in why
+    assert count == 2
 
 
 ARGUMENTS = {
@@ -222,7 +225,8 @@ def test_arguments_that_the_engine_does_not_know_run_in_the_layers(reason):
     model = made("qwen3_5")
     model(tokens(3, 1), cache=began(model), **ARGUMENTS[reason])
     ((why, count),) = calls("qwen3_5").items()
-    assert why.startswith("the layers") and count == 1
+    assert why.startswith("the layers")
+    assert count == 1
 
 
 def test_gradients_and_tokens_out_of_range_are_those_of_the_layers():
@@ -261,7 +265,8 @@ def test_in_bfloat16_it_is_at_least_as_accurate(kind, weights):
     with longspan.backend("torch"):
         theirs = steps(half, copy.deepcopy(start), given)
     found = steps(half, copy.deepcopy(start), given)
-    assert calls(kind)[ENGINE] == 6 and found.dtype == theirs.dtype
+    assert calls(kind)[ENGINE] == 6
+    assert found.dtype == theirs.dtype
     for layer in start.layers:
         for name in ("conv_states", "recurrent_states"):
             of = getattr(layer, name, {})

@@ -293,7 +293,6 @@ class Engine:
     def _branches(self, block: Any) -> tuple[decode.Branch, decode.Branch]:
         """Return the mixer and the feed-forward network of a block, which has norms before or after them."""
         attention, forward = block.attention, block.feedforward
-        place = "before" if self.model.config.prenorm else "after"
         mixer, network = Row(self.weights), Row(self.weights)
         self.rows += [mixer, network]
         mixed, layout = MIXERS[type(attention)](attention, mixer)
@@ -307,10 +306,9 @@ class Engine:
             network.gate(forward.activation, inner, inner + width, width)
             network.wait()
             inner += width
-        return (
-            mixer.branch(attention.out, mixed, **{place: self._norm(block.norm1)}),
-            network.branch(forward.contract, inner, **{place: self._norm(block.norm2)}),
-        )
+        norms = [(self._norm(norm), decode.Norm()) for norm in (block.norm1, block.norm2)]
+        norms = norms if self.model.config.prenorm else [(none, norm) for norm, none in norms]
+        return mixer.branch(attention.out, mixed, *norms[0]), network.branch(forward.contract, inner, *norms[1])
 
     def _norm(self, norm: Any) -> decode.Norm:
         return self.weights.norm(norm.weight, getattr(norm, "bias", None), norm.eps)

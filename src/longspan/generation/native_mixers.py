@@ -77,8 +77,7 @@ class Row:
         self,
         out: nn.Linear | QuantizedLinear,
         mixed: int,
-        *,
-        before: decode.Norm | None = None,
+        before: decode.Norm,
         after: decode.Norm | None = None,
         factor: float = 1.0,
     ) -> decode.Branch:
@@ -89,7 +88,7 @@ class Row:
         ]
         self.packed = (decode.Stage * len(stages))(*stages)
         return decode.Branch(
-            before or decode.Norm(),
+            before,
             after or decode.Norm(),
             linear_map(self.weights, out),
             ctypes.addressof(self.packed),

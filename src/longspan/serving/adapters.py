@@ -389,7 +389,7 @@ class _Mapping:
         return ""
 
     def step(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState] | None:
-        """Read one token (B,1) of each row without a cache -> outputs (B,1,V) and state; None if that is not possible."""
+        """Read one token (B,1) of each row without a cache -> outputs (B,1,V), the state; None if it cannot be done."""
         return None
 
 
@@ -463,7 +463,6 @@ class _Dynamic(_Mapping):
         others = sorted({type(layer).__name__ for layer in cache.layers} - known)
         return f"it keeps a KV cache of the kind {others[0]}, which cannot be aligned by rows" if others else ""
 
-
     def step(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState] | None:
         from ..compat.transformers import decoding
 
@@ -480,7 +479,9 @@ class _Dynamic(_Mapping):
                 found: Any = decoding.Bound(kv.keys.contiguous(), kv.values.contiguous(), part.length.contiguous())
                 parts[place] = KeyValues(found.first, found.second, part.length + 1)
             else:
-                found = decoding.arranged(part.conv[0], part.sums[0] if part.sums else None, wanted, batch, engine.dtype)
+                found = decoding.arranged(
+                    part.conv[0], part.sums[0] if part.sums else None, wanted, batch, engine.dtype
+                )
                 if isinstance(found, str):
                     return None
                 sums = (found.first.mT if wanted.values_first else found.first,) if part.sums else ()

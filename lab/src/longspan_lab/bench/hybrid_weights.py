@@ -102,7 +102,12 @@ def _llama(path: Path) -> Sampler:
 
     def sample(repeat: int) -> float:
         time.sleep(SETTLE)
-        request = {"prompt": [*range(1, PROMPT + 1)], "n_predict": repeat * DECODED, "temperature": 0, "ignore_eos": True}
+        request = {
+            "prompt": [*range(1, PROMPT + 1)],
+            "n_predict": repeat * DECODED,
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         answer = server.handle_completions(request | {"cache_prompt": False})
         times = (json.loads(answer) if isinstance(answer, str) else answer)["timings"]
         return times["predicted_ms"] / times["predicted_n"] / 1000

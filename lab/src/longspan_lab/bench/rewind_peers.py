@@ -46,7 +46,7 @@ def edits(length: int, new: int, room: int, count: int) -> Iterator[dict[str, An
         path = Path(folder) / "model.gguf"
         peers: dict[str, Engine] = {}
         if importlib.util.find_spec("xllamacpp"):
-            gguf.save(model, path, tokenizer=_tokenizer())
+            gguf.save(model, path, tokenizer=tokenizer())
             peers["llama.cpp"] = _llama(path, length + new + 64)
         accelerate(model)
         ours: dict[str, Engine] = {f"longspan, {room} states": _pool(model, room)}
@@ -94,7 +94,7 @@ def _again(model: Any) -> Engine:
     return lambda prompt, edited: (_timed(lambda: read(prompt)), _timed(lambda: read(edited)))
 
 
-def _tokenizer() -> str:
+def tokenizer() -> str:
     """A tokenizer of bytes, which llama.cpp needs in a file."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

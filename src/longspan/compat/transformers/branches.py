@@ -122,7 +122,7 @@ def _gated_delta_net(plan: Plan, m: Any, norm: Any) -> None:
     row.add(decode.HeadNorm(weight, value, heads, values, values, 0, gate, silu, False, False, epsilon(m.norm)))
     row.wait()
     state = Sums(m.layer_idx, recent, (heads, keys, values))
-    plan.add(row.branch(m.out_proj, value, before=plan.rms(norm)), state)
+    plan.add(row.branch(m.out_proj, value, plan.rms(norm)), state)
 
 
 def _mamba2(plan: Plan, m: Any, norm: Any, factor: float = 1.0) -> None:
@@ -132,7 +132,9 @@ def _mamba2(plan: Plan, m: Any, norm: Any, factor: float = 1.0) -> None:
         raise Unserved(f"a convolution is followed by {type(m.act).__name__}")
     row = plan.row()
     (gate,) = row.project(m.in_proj)  # gate, values, keys, queries, steps
-    value, key, query, step = (gate + width + n for n in (0, width, width + groups * states, width + 2 * groups * states))
+    value, key, query, step = (
+        gate + width + n for n in (0, width, width + groups * states, width + 2 * groups * states)
+    )
     decay, scaled = row.part(heads), row.part(width)
     row.wait()
     recent = _convolve(row, m.conv1d, value)
@@ -151,7 +153,7 @@ def _mamba2(plan: Plan, m: Any, norm: Any, factor: float = 1.0) -> None:
     counts = width // group, group, group, group
     row.add(decode.HeadNorm(weight, scaled, *counts, gate, silu, gate_first, False, epsilon(m.norm)))
     row.wait()
-    branch = row.branch(m.out_proj, scaled, before=plan.rms(norm), factor=factor)
+    branch = row.branch(m.out_proj, scaled, plan.rms(norm), factor=factor)
     plan.add(branch, Sums(m.layer_idx, recent, (heads, states, size), values_first=True))
 
 
@@ -166,7 +168,7 @@ def _short_convolution(plan: Plan, m: Any, norm: Any) -> None:
     row.wait()
     row.gate("identity", after, x, width)
     row.wait()
-    plan.add(row.branch(m.out_proj, x, before=plan.rms(norm)), Sums(m.layer_idx, recent))
+    plan.add(row.branch(m.out_proj, x, plan.rms(norm)), Sums(m.layer_idx, recent))
 
 
 class Attention(NamedTuple):
@@ -206,7 +208,7 @@ def _attention(plan: Plan, m: Any, norm: Any, parts: Attention, factor: float = 
         row.wait()
         row.add(decode.Gate(query + size, apart, out, heads, size, decode.GATES["sigmoid"]))
     row.wait()
-    branch = row.branch(parts.out, out, before=plan.rms(norm), factor=factor)
+    branch = row.branch(parts.out, out, plan.rms(norm), factor=factor)
     plan.add(branch, Keys(m.layer_idx, groups, size))
 
 
@@ -225,7 +227,7 @@ def _network(plan: Plan, norm: Any, maps: tuple[Any, ...], act: Any, factor: flo
     row.wait()
     row.gate(activation(act), gate, gate + width, width)
     row.wait()
-    plan.add(row.branch(out, gate + width, before=plan.rms(norm), factor=factor))
+    plan.add(row.branch(out, gate + width, plan.rms(norm), factor=factor))
 
 
 def _check_size(*sizes: int) -> None:
@@ -314,9 +316,7 @@ SERVED = {
     ),
     "granitemoehybrid": Served(
         _granite,
-        _named(
-            "GraniteMoeHybrid", "Model RMSNorm DecoderLayer RotaryEmbedding Attention MambaLayer RMSNormGated MLP"
-        ),
+        _named("GraniteMoeHybrid", "Model RMSNorm DecoderLayer RotaryEmbedding Attention MambaLayer RMSNormGated MLP"),
         "MoeCausalLMOutputWithPast",
     ),
     "lfm2": Served(_lfm2, _named("Lfm2", "Model RMSNorm DecoderLayer RotaryEmbedding Attention ShortConv MLP")),
@@ -326,7 +326,12 @@ ZERO_CENTERED = {"Qwen3_5RMSNorm"}
 """norms whose weight is the difference to 1"""
 STATIC = ("default", "linear", "llama3")
 """types of rotary positions whose angles do not depend on the length"""
-ACTIVATIONS = {"SiLUActivation": "silu", "SiLU": "silu", "GELUActivation": "gelu", "ReLUSquaredActivation": "squared_relu"}
+ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "ReLUSquaredActivation": "squared_relu",
+}
 _MAPS = (nn.Linear, QuantizedLinear, nn.Embedding, QuantizedEmbedding)
 _PLAIN = (*_MAPS, nn.Conv1d, nn.ModuleList)
 
@@ -341,6 +346,8 @@ def plan(model: Any, kind: str) -> Plan:
     known = {type(model), *_PLAIN, *(getattr(file, name, None) for name in served.classes)}
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         raise Unserved("there are hooks for all modules")
+    if type(model.lm_head) not in _MAPS:
+        raise Unserved(f"lm_head is a {type(model.lm_head).__name__}")
     dtype = model.lm_head.weight.dtype
     if dtype not in TYPES:
         raise Unserved(f"its weights are {dtype}, not float32 or bfloat16")

@@ -1,7 +1,8 @@
 """The decode engine for models of transformers: one more token of each row in one C call.
 
-A causal language model of a type in ``branches.SERVED`` uses it by itself, in ``generate`` and in calls with one token and
-a cache. Any other call, and any model with something that the engine does not know, runs in the layers of transformers.
+A causal language model of a type in ``branches.SERVED`` uses it by itself, in ``generate`` and in calls with one token
+and a cache. Any other call, and any model with something that the engine does not know, runs in the layers of
+transformers.
 """
 
 import ctypes
@@ -211,12 +212,11 @@ def _keys(layer: Any, state: Any, batch: int, dtype: torch.dtype) -> Bound | str
             return "its keys or values have another dtype or shape"
     room, n = layer.__dict__.get(_ROOM), seen[0].shape[2]
     if room is not None and room.seen[0] is seen[0] and room.seen[1] is seen[1] and n < room.slots[0].shape[2]:
-        slots = room.slots
+        keys, values = room.slots
     else:
-        slots = tuple(t.new_empty(batch, state.groups, n + max(_FREE, n // 8), state.size) for t in seen)
-        for t, slot in zip(seen, slots, strict=True):
-            slot[:, :, :n] = t
-    return Bound(*slots, torch.full((batch,), n, dtype=torch.int64, device="cpu"))
+        keys, values = (t.new_empty(batch, state.groups, n + max(_FREE, n // 8), state.size) for t in seen)
+        keys[:, :, :n], values[:, :, :n] = seen
+    return Bound(keys, values, torch.full((batch,), n, dtype=torch.int64, device="cpu"))
 
 
 def _grown(layer: Any, slots: tuple[Tensor, Tensor]) -> None:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from . import convolution, decoding, packing, undoing
-from .branches import SERVED
 from . import lazy_logits as lazy
+from .branches import SERVED
 from .counting import counted
 from .models import ATTRIBUTES, MODELS, UNSERVED, UNSERVED_LAYERS, Layer, Model, Ours
 from .record import Replaced, replaced, untouched, version

@@ -63,15 +63,17 @@ def pack(blocks: Blocks) -> Packed:
     none = data.new_empty(0)
     if format not in PACKED:
         return Packed(data, none, none, format, outputs, inputs)
-    made = [data.new_empty(shape) for shape in shapes(format, outputs, inputs)]
+    quants, scales, factors = (data.new_empty(shape) for shape in shapes(format, outputs, inputs))
     # A part at a time, since each takes several times its memory meanwhile.
     height = max(BYTES // max(data.shape[1], 1) // GROUP, 1) * GROUP
     for begin in range(0, outputs, height):
         groups = slice(begin // GROUP, (begin + height) // GROUP)
-        for whole, part in zip(made, _ordered(data[begin : begin + height], format, inputs), strict=True):
+        for whole, part in zip(
+            (quants, scales, factors), _ordered(data[begin : begin + height], format, inputs), strict=True
+        ):
             if whole.numel():
                 whole[groups] = part
-    return Packed(*made, format, outputs, inputs)
+    return Packed(quants, scales, factors, format, outputs, inputs)
 
 
 def _ordered(data: Tensor, format: str, inputs: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -57,29 +57,14 @@ struct longspan_model {
 namespace {
 
 void normalize(const longspan_norm& norm, const float* x, float* out, long dim) {
-    const auto total = [&](float mean, bool square) {
-        vec lanes = vec{};
-        for (long j = 0; j < dim; j += W) {
-            const long n = dim - j;
-            vec y = some(x + j, n);
-            if (square) {
-                y -= mean;
-                y *= y;
-            }
-            // The places beyond the last channel count as the mean.
-            if (square && n < W && mean != 0.0f) y = some(reinterpret_cast<const float*>(&y), n);
-            lanes += y;
-        }
-        return sum(lanes);
-    };
-    const float mean = norm.bias ? total(0.0f, false) / dim : 0.0f;
-    const float scale = 1.0f / std::sqrt(total(mean, true) / dim + norm.eps);
-    for (long j = 0; j < dim; j += W) {
-        const long n = dim - j;
-        vec y = (some(x + j, n) - mean) * scale * some(norm.weight + j, n);
-        if (norm.bias) y += some(norm.bias + j, n);
-        keep_some(out + j, y, n);
+    float mean = 0.0f, square = 0.0f;
+    if (norm.bias) {
+        for (long j = 0; j < dim; ++j) mean += x[j];
+        mean /= dim;
     }
+    for (long j = 0; j < dim; ++j) square += (x[j] - mean) * (x[j] - mean);
+    const float scale = 1.0f / std::sqrt(square / dim + norm.eps);
+    for (long j = 0; j < dim; ++j) out[j] = (x[j] - mean) * scale * norm.weight[j] + (norm.bias ? norm.bias[j] : 0.0f);
 }
 
 // How the outputs of a map are stored: after an activation (identity_act for none), times a factor, in place of the old value
