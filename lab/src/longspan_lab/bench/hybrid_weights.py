@@ -23,7 +23,8 @@ from .case import Watch
 
 FILES = {"int8": "q8_0", "int4": "q4_0"}
 FLOAT, PEER, OURS = "float32", "llama.cpp", "longspan"
-PROMPT, DECODED = 16, 16  # tokens before those that are drawn, and those of a sample
+PROMPT, DECODED = 16, 16  # tokens before those that are drawn, and those of a sample, for one sequence
+FEW = 2  # both for many sequences
 SETTLE = 0.01  # seconds after which the idle threads of other libraries sleep
 
 
@@ -81,7 +82,8 @@ def rows(name: str, made: Any, weights: tuple[str, ...], rounds: int, watch: Wat
 
 
 def _ours(model: Any, batch: int) -> Sampler:
-    x = torch.randint(1, model.config.vocab_size, (batch, PROMPT), generator=torch.Generator().manual_seed(0))
+    prompt, drawn = (PROMPT, DECODED) if batch == 1 else (FEW, FEW)
+    x = torch.randint(1, model.config.vocab_size, (batch, prompt), generator=torch.Generator().manual_seed(0))
 
     @torch.no_grad()
     def sample(repeat: int) -> float:
@@ -89,9 +91,9 @@ def _ours(model: Any, batch: int) -> Sampler:
         cache = found.cache
         time.sleep(SETTLE)
         begin = time.perf_counter()
-        for _ in range(repeat * DECODED):
+        for _ in range(repeat * drawn):
             found = model(found.logits[:, -1:].argmax(-1), use_cache=True, cache=cache)
-        return (time.perf_counter() - begin) / (repeat * DECODED)
+        return (time.perf_counter() - begin) / (repeat * drawn)
 
     return sample
 

@@ -444,8 +444,9 @@ def _result(options: Options, rows: list, refused: dict[str, str], profiles: dic
     described = "; ".join(f"{name}: {MODELS[name][2]}" for name in options.models)
     drawn, read = hybrid_weights.DECODED, hybrid_weights.PROMPT
     of_weights = (
-        f"{described}; random weights, a vocabulary of {COMMON['vocab_size']}; a token of each of 1 and 64 sequences "
-        f"after {read} others, the most likely one, {drawn} in a row; int8 and int4 are GGUF files in Q8_0 and Q4_0, "
+        f"{described}; random weights, a vocabulary of {COMMON['vocab_size']}; a token of 1 sequence "
+        f"after {read} others, and of 64 after {hybrid_weights.FEW}, the most likely one, {drawn} or "
+        f"{hybrid_weights.FEW} in a row; int8 and int4 are GGUF files in Q8_0 and Q4_0, "
         f"which longspan reads with activations of int16 or int8; medians of {options.rounds} rounds in which all take "
         f"turns, on {torch.get_num_threads()} threads; memory: resident at the peak, beyond that of the imports, in a "
         "separate process" + ("; models a few channels wide" * options.small)
