@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import json
 import subprocess
@@ -43,22 +44,27 @@ def rows(name: str, made: Any, weights: tuple[str, ...], rounds: int, watch: Wat
     """
     found: list[dict[str, Any]] = []
     on_cpu.accelerate(made)
+    peer = made.config.vocab_size >= rewind_peers.VOCAB and bool(importlib.util.find_spec("xllamacpp"))
     with tempfile.TemporaryDirectory() as folder:
         files = {}
         for kind in weights:
             files[kind] = Path(folder) / f"{kind}.gguf"
-            gguf.save(made, files[kind], weights=FILES[kind], tokenizer=rewind_peers.tokenizer())
+            gguf.save(made, files[kind], weights=FILES[kind], tokenizer=rewind_peers.tokenizer() if peer else "")
         models = {(FLOAT, f"{OURS} float32"): made}
         for kind in weights:
             for activations in ("int16", "int8"):
                 models[kind, f"{OURS} {activations}"] = gguf.load(files[kind], activations=activations)
         for batch in (1, 64):
             samplers: dict[tuple[str, str], Sampler] = {key: _ours(model, batch) for key, model in models.items()}
-            if batch == 1 and importlib.util.find_spec("xllamacpp"):
+            if batch == 1 and peer:
                 samplers |= {(kind, PEER): _llama(files[kind]) for kind in weights}
             names = {f"{kind} {candidate}": (kind, candidate) for kind, candidate in samplers}
             figures, failed = case.take(
-                {n: samplers[key] for n, key in names.items()}, rounds, f"{name}, batch {batch}", watch, warm=False
+                {n: samplers[key] for n, key in names.items()},
+                rounds if batch == 1 else -(-rounds // 4),
+                f"{name}, batch {batch}",
+                watch,
+                warm=False,
             )
             if failed:
                 raise Refused("; ".join(failed.values()))
@@ -118,7 +124,7 @@ def _llama(path: Path) -> Sampler:
 
 
 def memory(path: Path) -> tuple[float, float]:
-    """Return MB at the peak of loading and decoding, and of decoding alone, beyond those of the imports."""
+    """Return MB at the peak of loading and decoding, and of decoding alone, beyond what the process has before."""
     code = f"from longspan_lab.bench import hybrid_weights; print(*hybrid_weights.weigh({str(path)!r}))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -129,18 +135,25 @@ def memory(path: Path) -> tuple[float, float]:
 
 def weigh(path: str) -> tuple[float, float]:
     """See ``memory``; run it in a separate process."""
-    from transformers import AutoModelForCausalLM  # noqa: F401 (imports count for neither)
-
-    before = worker.status("VmRSS")
+    # The first time imports what is needed, and fills the caches of the processor's libraries.
+    _ours(gguf.load(path), 1)(1)
+    before = _resident()
     model = gguf.load(path)
     loaded = worker.status("VmHWM")
+    _resident()
+    _ours(model, 1)(1)
+    decoding = worker.status("VmHWM")
+    return max(loaded, decoding) - before, decoding - before
+
+
+def _resident() -> float:
+    """Return the resident MB, and count the peak from here on."""
+    gc.collect()
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w", encoding="utf-8") as file:
         file.write("5")
-    _ours(model, 1)(4)
-    decoding = worker.status("VmHWM")
-    return max(loaded, decoding) - before, decoding - before
+    return worker.status("VmRSS")
 
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
