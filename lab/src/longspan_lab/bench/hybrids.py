@@ -448,8 +448,9 @@ def _result(options: Options, rows: list, refused: dict[str, str], profiles: dic
         f"after {read} others, and of 64 after {hybrid_weights.FEW}, the most likely one, {drawn} or "
         f"{hybrid_weights.FEW} in a row; int8 and int4 are GGUF files in Q8_0 and Q4_0, "
         f"which longspan reads with activations of int16 or int8; medians of {options.rounds} rounds in which all take "
-        f"turns, a quarter of them for 64 sequences, on {torch.get_num_threads()} threads; memory: resident at the peak, "
-        "beyond what a process has that has loaded the file before" + ("; models a few channels wide" * options.small)
+        f"turns, a quarter of them for 64 sequences, on {torch.get_num_threads()} threads; memory: resident at the "
+        "peak, beyond what a process has that has loaded the file before"
+        + ("; models a few channels wide" * options.small)
     )
     return {
         "benchmark": "transformers",
