@@ -102,7 +102,8 @@ void panel(const longspan_linear& map, long which, const float* x, long xi, long
     finish(map, begin, width, result, PANEL, rows, out, oi, how);
 }
 
-constexpr long UNIT = 16, BESIDE = 4;  // outputs of a unit of work, and those that are summed together
+constexpr long UNIT = 48, BESIDE = 3;  // outputs of a unit of work, whole vectors; and those that are summed together
+constexpr int WITH = 4;                // rows that are multiplied together: with BESIDE, as many sums as there are registers
 constexpr long PART = 512;             // inputs that stay in the caches, a multiple of W
 
 // sums[i, j] += x_i w_j lane by lane, for ROWS rows of x and OUTPUTS rows of the weight.
@@ -136,8 +137,8 @@ LONGSPAN_INLINE void lanes(long width, const float* x, long xi, const T* w, long
 template <int OUTPUTS, class T>
 void all_lanes(long rows, long width, const float* x, long xi, const T* w, long wi, vec* sums) {
     long i = 0;
-    for (; i + 2 <= rows; i += 2) lanes<2, OUTPUTS>(width, x + i * xi, xi, w, wi, sums + i * BESIDE);
-    if (i < rows) lanes<1, OUTPUTS>(width, x + i * xi, xi, w, wi, sums + i * BESIDE);
+    for (; i + WITH <= rows; i += WITH) lanes<WITH, OUTPUTS>(width, x + i * xi, xi, w, wi, sums + i * BESIDE);
+    for (; i < rows; ++i) lanes<1, OUTPUTS>(width, x + i * xi, xi, w, wi, sums + i * BESIDE);
 }
 
 // Outputs of one unit for rows of x, with a weight that is not packed. An output is a sum by lanes, in the order of the inputs.
