@@ -1,9 +1,11 @@
 """Whole models of transformers, measured: both ways in turn, checked first, and nothing left replaced."""
 
+import dataclasses
+
 import pytest
 
 from longspan.compat import transformers as on_cpu
-from longspan_lab.bench import hybrids
+from longspan_lab.bench import hybrid_weights, hybrids
 
 pytest.importorskip("transformers")
 
@@ -45,6 +47,20 @@ def test_a_step_too_long_for_the_original_code_is_measured_alone(options, monkey
     (row,) = (row for row in table if row[2] == whole)
     assert row[3] == row[5] == "-"
     assert row[-2:] == ["- / 3", ""]
+
+
+def test_weights_of_few_bits_are_measured_in_the_engine(options, monkeypatch):
+    monkeypatch.setattr(hybrid_weights, "memory", lambda path: (2.0, 1.0))
+    *_, result = hybrids.run(dataclasses.replace(options, weights=("int8", "int4")), watch)
+    assert not result["refused"]
+    ours = [("float32", "longspan float32")]
+    ours += [(kind, f"longspan {of}") for kind in ("int8", "int4") for of in ("int16", "int8")]
+    for batch in (1, 64):
+        found = {(r["weights"], r["candidate"]) for r in result["rows"] if r.get("batch") == batch}
+        assert found - {("int8", "llama.cpp"), ("int4", "llama.cpp")} == set(ours)
+    (table,) = hybrids.text(result)
+    assert {row[1] for row in table[1:]} == {"float32", "int8", "int4"}
+    assert on_cpu.status().functions == {}
 
 
 def test_a_model_that_does_not_agree_gets_no_figure(options, monkeypatch):

@@ -88,8 +88,9 @@ class Engine:
         self.weights = decode.Weights(self.dtype)
         self.sinusoidal = parts.embedding.positions if isinstance(parts.embedding.positions, Sinusoidal) else None
         self.layouts: list[Layout] = []
-        self.structures: list[Any] = []  # the stages, which live as long as their addresses
-        self.layers = (decode.Layer * config.depth)(*(self._layer(block) for block in parts.stack.blocks))
+        self.rows: list[Row] = []  # the stages, which live as long as their addresses
+        branches = [branch for block in parts.stack.blocks for branch in self._branches(block)]
+        self.branches = (decode.Branch * len(branches))(*branches)
         self.tokens: nn.Module = parts.embedding.tokens
         scales = None
         if isinstance(self.tokens, QuantizedEmbedding):
@@ -110,18 +111,19 @@ class Engine:
             head = native_mixers.linear_map(self.weights, parts.head)
         self.local = threading.local()  # ``last``: the state of this thread's last call
         self.plan = decode.Model(
-            ctypes.addressof(self.layers),
+            ctypes.addressof(self.branches),
             tokens,
             table,
             scales,
             final,
             head,
-            config.depth,
+            len(branches),
             config.dim,
             config.vocab + 1,
             config.length,
             decode.TYPES[self.dtype],
-            config.prenorm,
+            1.0,
+            1.0,
         )
 
     @staticmethod
@@ -240,9 +242,9 @@ class Engine:
         if before is not None and before.room >= room:
             return before
         layers = []
-        for i, layer in enumerate(self.layers):
-            reads = not issubclass(self.layouts[i].kind, KeyValues)
-            entries = torch.zeros(batch, room, 2, layer.width, dtype=torch.float32, device="cpu") if reads else None
+        for i, branch in enumerate(self.branches):
+            reads = i % 2 == 0 and not issubclass(self.layouts[i // 2].kind, KeyValues)
+            entries = torch.zeros(batch, room, 2, branch.width, dtype=torch.float32, device="cpu") if reads else None
             if before is not None and entries is not None and (old := before.layers[i]) is not None:
                 entries[:, : old.shape[1]] = old
             layers.append(entries)
@@ -288,33 +290,31 @@ class Engine:
             raise ValueError("the state does not fit this decoder; pass one from its init_state or its calls")
         _check_counters(state)
 
-    def _layer(self, block: Any) -> decode.Layer:
-        attention, forward, weights = block.attention, block.feedforward, self.weights
-        row = Row(weights)
-        mixed, layout = MIXERS[type(attention)](attention, row)
-        row.wait()
+    def _branches(self, block: Any) -> tuple[decode.Branch, decode.Branch]:
+        """Return the mixer and the feed-forward network of a block, which has norms before or after them."""
+        attention, forward = block.attention, block.feedforward
+        mixer, network = Row(self.weights), Row(self.weights)
+        self.rows += [mixer, network]
+        mixed, layout = MIXERS[type(attention)](attention, mixer)
+        mixer.wait()
         self.layouts.append(layout)
-        stages = [
-            decode.Stage(ctypes.addressof(stage), stage.kind, wait)
-            for stage, wait in zip(row.stages, row.waits, strict=True)
-        ]
-        packed = (decode.Stage * len(stages))(*stages)
-        self.structures += [*row.stages, packed]
-        return decode.Layer(
-            self._norm(block.norm1),
-            self._norm(block.norm2),
-            *(native_mixers.linear_map(weights, m) for m in (attention.out, forward.expand, forward.contract)),
-            ctypes.addressof(packed),
-            len(stages),
-            row.width,
-            mixed,
-            decode.ACTIVATIONS[forward.activation],
-        )
+        gated = forward.activation in GATED
+        (inner,) = network.project(forward.expand, activation="identity" if gated else forward.activation)
+        network.wait()
+        if gated:
+            width = forward.contract.in_features
+            network.gate(forward.activation, inner, inner + width, width)
+            network.wait()
+            inner += width
+        norms = [(self._norm(norm), decode.Norm()) for norm in (block.norm1, block.norm2)]
+        norms = norms if self.model.config.prenorm else [(none, norm) for norm, none in norms]
+        return mixer.branch(attention.out, mixed, *norms[0]), network.branch(forward.contract, inner, *norms[1])
 
     def _norm(self, norm: Any) -> decode.Norm:
         return self.weights.norm(norm.weight, getattr(norm, "bias", None), norm.eps)
 
 
+GATED = ("geglu", "swiglu")  # activations of networks with a gate
 # Modules whose weights the engine reads; it would ignore others, such as an adapter in place of a linear map.
 PLAIN = (
     Decoder,
@@ -374,8 +374,11 @@ def _whole(layer: Any) -> Any:
 
 
 def _addresses(state: DecoderState) -> ctypes.Array:
-    """The addresses of the layers' states, for the kernel."""
-    return (decode.State * len(state.layers))(*map(_address, state.layers))
+    """The addresses of the states of all branches, for the kernel; a layer is a mixer and a network without a state."""
+    found = (decode.State * (2 * len(state.layers)))()
+    for i, layer in enumerate(state.layers):
+        found[2 * i] = _address(layer)
+    return found
 
 
 def _places(state: DecoderState) -> list[tuple[int, int]]:
@@ -388,7 +391,8 @@ def _address(layer: Any) -> decode.State:
     numbers = [t.data_ptr() for t in layer if t.is_floating_point()]
     second = numbers[1] if len(numbers) > 1 else None
     counter = layer[-1].data_ptr() if layer[-1].dtype == torch.int64 else None
-    return decode.State(numbers[0], second, counter, layer.keys.shape[2] if isinstance(layer, KeyValues) else 0)
+    capacity = layer.keys.shape[2] if isinstance(layer, KeyValues) else 0
+    return decode.State(numbers[0], second, counter, None, None, capacity)
 
 
 def _with_room(layer: Any, tokens: int = 1) -> Any:
@@ -405,7 +409,7 @@ def _advance(state: DecoderState, addresses: ctypes.Array) -> DecoderState:
     state = _moved(state, 1)
     for i, layer in enumerate(state.layers):
         if layer[-1].dtype == torch.int64:
-            addresses[i].position = layer[-1].data_ptr()
+            addresses[2 * i].position = layer[-1].data_ptr()
     return state
 
 

@@ -1,5 +1,6 @@
 """The stages of each mixer that the decode engine supports, on a row of activations per sequence."""
 
+import ctypes
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from ..ops.native import decode
 from ..ops.native.call import LARGEST, MAPS
 from ..states.kv_cache import KeyValues
 
+GATED = 128  # channels of a gate in one unit of work
 Part = tuple[torch.dtype, tuple[int, ...]]
 COUNT: Part = torch.int64, ()  # a counter of tokens
 
@@ -42,7 +44,7 @@ class Heads(NamedTuple):
 
 
 class Row:
-    """Builds the stages of a mixer.
+    """Builds the stages of a branch, such as those of a mixer.
 
     The activations of a sequence are a row, in which each part has a fixed place, given by its first channel; -1 is
     none.
@@ -55,6 +57,7 @@ class Row:
         self.weights, self.width = weights, 0
         self.stages: list[Any] = []
         self.waits: list[bool] = []
+        self.packed: Any = None  # what the branch points to
 
     def part(self, width: int) -> int:
         """Return the place of a new part."""
@@ -70,22 +73,50 @@ class Row:
         """Let the following stages read what the stages so far have written."""
         self.waits[-1] = True
 
-    def project(self, *maps: nn.Linear | QuantizedLinear | None, start: int = -1) -> list[int]:
-        """Project a part, by default the input of the mixer -> the places of the results, which are adjacent."""
+    def branch(
+        self,
+        out: nn.Linear | QuantizedLinear,
+        mixed: int,
+        before: decode.Norm,
+        after: decode.Norm | None = None,
+        factor: float = 1.0,
+    ) -> decode.Branch:
+        """Return the branch whose output is a map of the part ``mixed``; it lives as long as this row."""
+        stages = [
+            decode.Stage(ctypes.addressof(stage), stage.kind, wait)
+            for stage, wait in zip(self.stages, self.waits, strict=True)
+        ]
+        self.packed = (decode.Stage * len(stages))(*stages)
+        return decode.Branch(
+            before,
+            after or decode.Norm(),
+            linear_map(self.weights, out),
+            ctypes.addressof(self.packed),
+            len(stages),
+            self.width,
+            mixed,
+            factor,
+        )
+
+    def project(
+        self, *maps: nn.Linear | QuantizedLinear | None, start: int = -1, activation: str = "identity"
+    ) -> list[int]:
+        """Project a part, by default the input of the branch -> the places of the results, which are adjacent."""
         places = [-1 if m is None else self.part(m.out_features) for m in maps]
         given = [(m, place) for m, place in zip(maps, places, strict=True) if m is not None]
-        before = None
-        # Adjacent plain maps become one. Quantized ones share the input in the form that they need.
-        for kind, found in groupby(given, lambda pair: isinstance(pair[0], QuantizedLinear)):
+        before, kind = None, (decode.ACTIVATIONS | decode.GATES)[activation]
+        # Adjacent plain maps become one if they are packed. Quantized ones share the input in the form that they need.
+        for alone, found in groupby(given, lambda pair: not self.weights.packs or isinstance(pair[0], QuantizedLinear)):
             run = list(found)
-            if not kind:
+            if not alone:
                 packed = self.weights.linear([m.weight for m, _ in run], [m.bias for m, _ in run])
-                self.add(decode.Project(packed, start, run[0][1]))
-            for m, place in run if kind else []:
+                self.add(decode.Project(packed, start, run[0][1], kind))
+            for m, place in run if alone else []:
                 mapped = linear_map(self.weights, m)
-                mapped.prepared = before == (how := (mapped.format, mapped.activations))
-                self.add(decode.Project(mapped, start, place))
-                before = how
+                how = mapped.format, mapped.activations
+                mapped.prepared = isinstance(m, QuantizedLinear) and before == how
+                self.add(decode.Project(mapped, start, place, kind))
+                before = how if isinstance(m, QuantizedLinear) else before
         return places
 
     def convolve(self, mix: ShortConvolution | None, at: int, width: int, bias: Tensor | None = None) -> None:
@@ -93,7 +124,7 @@ class Row:
         if mix is None:
             self.curve("silu", at, width, bias=bias)
         else:
-            self.add(decode.Convolve(self.weights.taps(mix.weight, bias), at, width, mix.width))
+            self.add(decode.Convolve(self.weights.taps(mix.weight, bias), at, width, mix.width, mix.width - 1, 0, 0))
 
     def curve(
         self,
@@ -117,9 +148,15 @@ class Row:
         constants = self.weights.numbers(by) if isinstance(by, Tensor) else None
         self.add(decode.Scale(constants, at, by if isinstance(by, int) else -1, add, to, width, size))
 
+    def gate(self, activation: str, at: int, by: int, width: int) -> None:
+        """by * activation(x), in place of ``by``."""
+        groups = width // GATED if width % GATED == 0 else 1
+        size, kind = width // groups, (decode.ACTIVATIONS | decode.GATES)[activation]
+        self.add(decode.Gate(at, size, by, groups, size, kind))
+
     def turn(self, base: float, at: int, heads: int, size: int) -> None:
         """Rotate adjacent heads in place."""
-        self.add(decode.Turn(self.rates(base, size), at, heads, size))
+        self.add(decode.Turn(self.rates(base, size), at, heads, size, size))
 
     def rates(self, base: float, size: int) -> int | None:
         """Return the address of the angles per position, None without rotary positions."""
@@ -155,7 +192,7 @@ class Row:
         weight = None if norm.weight is None else self.weights.numbers(norm.weight)
         activation = decode.GATES["identity" if norm.gate == "none" else norm.gate]
         centered = norm.kind == "group"
-        self.add(decode.HeadNorm(weight, at, heads, size, 0, gate, activation, False, centered, norm.eps))
+        self.add(decode.HeadNorm(weight, at, heads, size, size, 0, gate, activation, False, centered, norm.eps))
 
 
 def linear_map(weights: decode.Weights, m: nn.Linear | QuantizedLinear) -> decode.Linear:
@@ -183,10 +220,10 @@ def _linear(a: Linear, row: Row) -> tuple[int, Layout]:
 
 def _softmax(a: Softmax, row: Row) -> tuple[int, Layout]:
     size = a.dim // a.heads
-    place, *_ = row.project(a.query, a.key, a.value)
+    query, key, value = row.project(a.query, a.key, a.value)
     row.wait()
-    out = row.part(a.dim)
-    row.add(decode.SoftmaxAttention(row.rates(a.rotary, size), place, out, a.heads, a.groups, size))
+    out, counts = row.part(a.dim), (a.heads, a.groups, size)
+    row.add(decode.SoftmaxAttention(row.rates(a.rotary, size), query, size, key, value, out, *counts, size**-0.5))
     slots = row.weights.dtype, (a.groups, -1, size)
     return out, Layout(KeyValues, (slots, slots, COUNT))
 
@@ -282,7 +319,7 @@ def _ssd(a: SSD, row: Row) -> tuple[int, Layout]:
     row.wait()
     group, weight = width // a.key_heads, row.weights.numbers(a.scale)
     silu, gate_first, centered = decode.GATES["silu"], True, False
-    row.add(decode.HeadNorm(weight, scaled, a.key_heads, group, group, gate, silu, gate_first, centered, 1e-5))
+    row.add(decode.HeadNorm(weight, scaled, a.key_heads, group, group, group, gate, silu, gate_first, centered, 1e-5))
     return scaled, _recurrent(SSDState, a.heads, sizes, a.convolution, channels)
 
 

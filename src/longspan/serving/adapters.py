@@ -18,6 +18,7 @@ from .. import states
 from ..models.decoder import Decoder, DecoderState
 from ..models.likelihood import Categorical, Likelihood
 from ..models.seq2seq import Seq2Seq
+from ..states import kv_cache
 from ..states.kv_cache import KeyValues
 
 
@@ -262,6 +263,8 @@ class TransformersModel(Adapter):
         """Read one token (B,1) for each of several rows."""
         state = state if donate else states.clone(state)
         lengths = state.position
+        if (found := self._mapping.step(tokens, state)) is not None:
+            return found
         mask = None
         if self.attends and bool((lengths != lengths[0]).any()):
             # Rows end at the same place, after padding.
@@ -385,6 +388,10 @@ class _Mapping:
         """Return why a cache cannot be mapped; "" if it can."""
         return ""
 
+    def step(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState] | None:
+        """Read one token (B,1) of each row without a cache -> outputs (B,1,V), the state; None if it cannot be done."""
+        return None
+
 
 class _Dynamic(_Mapping):
     """``DynamicCache``, whose layers have short convolutions and recurrent states, keys and values, or both."""
@@ -455,6 +462,35 @@ class _Dynamic(_Mapping):
         }
         others = sorted({type(layer).__name__ for layer in cache.layers} - known)
         return f"it keeps a KV cache of the kind {others[0]}, which cannot be aligned by rows" if others else ""
+
+    def step(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState] | None:
+        from ..compat.transformers import decoding
+
+        engine = decoding.engine_of(self.model)
+        if isinstance(engine, str):
+            return None
+        layers, bound, batch = [list(layer) for layer in state.layers], [], len(tokens)
+        for _, wanted in engine.states:
+            parts, attends = layers[wanted.layer], isinstance(wanted, decoding.Keys)
+            place = next(i for i, part in enumerate(parts) if isinstance(part, KeyValues) == attends)
+            part = parts[place]
+            if isinstance(wanted, decoding.Keys):
+                kv = kv_cache.with_room(part, int(part.length.max()) + 1)
+                found: Any = decoding.Bound(kv.keys.contiguous(), kv.values.contiguous(), part.length.contiguous())
+                parts[place] = KeyValues(found.first, found.second, part.length + 1)
+            else:
+                found = decoding.arranged(
+                    part.conv[0], part.sums[0] if part.sums else None, wanted, batch, engine.dtype
+                )
+                if isinstance(found, str):
+                    return None
+                sums = (found.first.mT if wanted.values_first else found.first,) if part.sums else ()
+                parts[place] = Recurrent((found.second,), sums)
+            bound.append(found)
+        outputs = engine.step(decoding.Token(tokens, state.position.contiguous(), None), bound)
+        if isinstance(outputs, str):
+            return None
+        return outputs, DecoderState(state.position + 1, tuple(map(tuple, layers)))
 
 
 class _MiniMax(_Dynamic):

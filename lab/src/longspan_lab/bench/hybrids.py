@@ -21,7 +21,7 @@ from longspan.compat import transformers as on_cpu
 from longspan.ops.buffers import reuse_pages
 
 from .._utils.tables import Table, duration
-from . import case, worker
+from . import case, hybrid_weights, worker
 from .candidates import Refused, Sampler
 from .case import Watch
 from .options import length, option, rounds
@@ -163,6 +163,12 @@ class Options:
     length: int = length(2048, "tokens per prompt and training step")
     dtypes: tuple[str, ...] = option(DTYPES, "dtypes, separated by commas", "words", metavar="DTYPES")
     rounds: int = rounds(3, "samples per implementation")
+    weights: tuple[str, ...] = option(
+        (),
+        f"measure decoding with weights of few bits instead, of {', '.join(hybrid_weights.FILES)}",
+        "words",
+        metavar="WEIGHTS",
+    )
     small: bool = option(False, "use models a few channels wide, as a smoke test of seconds")
 
 
@@ -363,12 +369,14 @@ def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]
         known(name, MODELS, "model")
     for dtype in options.dtypes:
         known(dtype, dict.fromkeys(DTYPES), "dtype")
+    for kind in options.weights:
+        known(kind, hybrid_weights.FILES, "kind of weights")
     reuse_pages()  # as train and generate do
     rows: list[dict[str, Any]] = []
     refused: dict[str, str] = {}
     profiles: dict[str, dict[str, float]] = {}
     for name in options.models:
-        for dtype in options.dtypes:
+        for dtype in options.dtypes if not options.weights else ():
             try:
                 error = check(name, dtype, options)
                 made = model(name, dtype, options.small)
@@ -378,6 +386,15 @@ def run(options: Options, watch: Watch) -> Generator[dict[str, Any], None, None]
                 profiles[f"{name}, {dtype}"] = profile(name, made, options)
             except Refused as error:
                 refused[f"{name}, {dtype}"] = str(error)
+            finally:
+                on_cpu.restore()
+            yield _result(options, rows, refused, profiles)
+        if options.weights:
+            try:
+                made = model(name, "float32", options.small)
+                rows += hybrid_weights.rows(name, made, options.weights, options.rounds, watch)
+            except Refused as error:
+                refused[name] = str(error)
             finally:
                 on_cpu.restore()
             yield _result(options, rows, refused, profiles)
@@ -425,9 +442,21 @@ def _whole(name: str, dtype: str, made: Any, error: float, options: Options, wat
 
 def _result(options: Options, rows: list, refused: dict[str, str], profiles: dict) -> dict[str, Any]:
     described = "; ".join(f"{name}: {MODELS[name][2]}" for name in options.models)
+    drawn, read = hybrid_weights.DECODED, hybrid_weights.PROMPT
+    of_weights = (
+        f"{described}; random weights, a vocabulary of {COMMON['vocab_size']}; a token of 1 sequence "
+        f"after {read} others, and of 64 after {hybrid_weights.FEW}, the most likely one, {drawn} or "
+        f"{hybrid_weights.FEW} in a row; int8 and int4 are GGUF files in Q8_0 and Q4_0, "
+        f"which longspan reads with activations of int16 or int8; medians of {options.rounds} rounds in which all take "
+        f"turns, a quarter of them for 64 sequences, on {torch.get_num_threads()} threads; memory: resident at the "
+        "peak, beyond what a process has that has loaded the file before"
+        + ("; models a few channels wide" * options.small)
+    )
     return {
         "benchmark": "transformers",
-        "how": (
+        "how": of_weights
+        if options.weights
+        else (
             f"{described}; random weights, a vocabulary of {COMMON['vocab_size']}, one sequence of {options.length} "
             f"tokens unless stated otherwise; prefill: outputs of the last token and the cache; training step: loss "
             f"and all gradients, its memory: resident at its peak beyond the model, in a separate process; decoding: a "
@@ -445,6 +474,8 @@ def _result(options: Options, rows: list, refused: dict[str, str], profiles: dic
 
 def text(result: dict[str, Any]) -> list[Table]:
     """The tables: times by model and mode, and the parts of a training step."""
+    if result["options"]["weights"]:
+        return [hybrid_weights.table(result["rows"])]
     table = [["model", "dtype", "mode", *WAYS, "speed-up", "tokens/s", "peak MB", "ratio"]]
     at = {(r["model"], r["dtype"], r["mode"], r["candidate"]): r for r in result["rows"]}
     for name, dtype, mode in dict.fromkeys(key[:3] for key in at):

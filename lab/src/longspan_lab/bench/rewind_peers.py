@@ -46,7 +46,7 @@ def edits(length: int, new: int, room: int, count: int) -> Iterator[dict[str, An
         path = Path(folder) / "model.gguf"
         peers: dict[str, Engine] = {}
         if importlib.util.find_spec("xllamacpp"):
-            gguf.save(model, path, tokenizer=_tokenizer())
+            gguf.save(model, path, tokenizer=tokenizer())
             peers["llama.cpp"] = _llama(path, length + new + 64)
         accelerate(model)
         ours: dict[str, Engine] = {f"longspan, {room} states": _pool(model, room)}
@@ -94,7 +94,7 @@ def _again(model: Any) -> Engine:
     return lambda prompt, edited: (_timed(lambda: read(prompt)), _timed(lambda: read(edited)))
 
 
-def _tokenizer() -> str:
+def tokenizer() -> str:
     """A tokenizer of bytes, which llama.cpp needs in a file."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
@@ -104,16 +104,22 @@ def _tokenizer() -> str:
     return made.to_str()
 
 
-def _llama(path: Path, context: int) -> Engine:
-    """llama.cpp's server with the defaults of its checkpoints."""
+def llama(path: Path, context: int) -> Any:
+    """Return llama.cpp's server for a file, with as many threads as torch."""
     import xllamacpp  # pyright: ignore[reportMissingImports] (optional)
 
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(path), context, 1, False
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
+    params.verbosity = 0
+    return xllamacpp.Server(params)
+
+
+def _llama(path: Path, context: int) -> Engine:
+    """llama.cpp's server with the defaults of its checkpoints."""
+
     def run(prompt: list[int], edited: list[int]) -> tuple[float, float]:
-        params = xllamacpp.CommonParams()
-        params.model.path, params.n_ctx, params.n_parallel, params.warmup = str(path), context, 1, False
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = torch.get_num_threads()
-        params.verbosity = 0
-        server = xllamacpp.Server(params)
+        server = llama(path, context)
 
         def read(tokens: list[int]) -> None:
             server.handle_completions({"prompt": tokens, "n_predict": 1, "cache_prompt": True, "temperature": 0})

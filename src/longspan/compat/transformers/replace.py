@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import convolution, packing, undoing
+from . import convolution, decoding, packing, undoing
 from . import lazy_logits as lazy
+from .branches import SERVED
 from .counting import counted
 from .models import ATTRIBUTES, MODELS, UNSERVED, UNSERVED_LAYERS, Layer, Model, Ours
 from .record import Replaced, replaced, untouched, version
@@ -176,8 +177,10 @@ def _wrap_models(module: ModuleType, kind: str, model: Model, refused: str) -> N
     for name, owner in list(module.__dict__.items()):
         if inspect.isclass(owner) and owner.__module__ == module.__name__ and _is_model(owner):
             original = owner.__dict__["forward"]
-            one = Replaced(kind, f"{name}.forward", owner, "forward", original)
-            _put(one, packing.pass_rows(original, refused, reads_padding, model.numbers_anew))
+            steps = kind in SERVED and name.endswith("ForCausalLM") and version() >= decoding.SINCE
+            one = Replaced(kind, f"{name}.forward", owner, "forward", original, steps)
+            passed = packing.pass_rows(original, refused, reads_padding, model.numbers_anew)
+            _put(one, decoding.stepping(passed, kind, one.calls) if steps else passed)
         if inspect.isclass(owner) and owner.__dict__.get("_is_stateful") is True and undoes:
             # ``generate`` refuses drafts for models with it, whatever their cache can undo.
             setattr(owner, "_is_stateful", False)  # noqa: B010 (an attribute that a type does not have)

@@ -17,6 +17,7 @@ from .call import TYPES as TYPES
 # The numbers are those of decode/stages.h and decode/activations.h.
 ACTIVATIONS = {"relu": 0, "gelu": 1, "silu": 2, "squared_relu": 3, "geglu": 4, "swiglu": 5}
 GATES = {"silu": 2, "sigmoid": 6, "softplus": 7, "identity": 8}
+IN_ROWS = -1  # the format of a weight that is not packed
 DECAYS = {None: 0, "head": 1, "channel": 2}
 FINE, NO_MEMORY, BAD_TOKEN, BAD_POSITION, NO_ROOM, BAD_LENGTH = range(6)
 
@@ -29,7 +30,7 @@ def _longs(*names: str) -> Iterator[tuple[str, type[ctypes.c_long]]]:
 
 
 class Linear(ctypes.Structure):
-    """A linear map y = W x + b; with a format its weight is quantized."""
+    """A linear map y = W x + b; its weight is packed, or quantized, or that of the model (``IN_ROWS``)."""
 
     _fields_ = (
         ("weight", _POINTER),
@@ -47,10 +48,10 @@ class Norm(ctypes.Structure):
 
 
 class Project(ctypes.Structure):
-    """A linear map of a part of the activations, or of the mixer's input for -1."""
+    """A linear map of a part of the activations, or of the branch's input for -1, followed by an activation."""
 
     kind = 0
-    _fields_ = (("map", Linear), ("start", _LONG), ("to", _LONG))
+    _fields_ = (("map", Linear), *_longs("start", "to", "activation"))
 
 
 class LinearAttention(ctypes.Structure):
@@ -65,24 +66,28 @@ class LinearAttention(ctypes.Structure):
 
 
 class SoftmaxAttention(ctypes.Structure):
-    """Softmax attention over the cache, to which it adds the token."""
+    """Softmax attention over the cache, to which it adds the token; queries are ``apart`` numbers apart."""
 
     kind = 2
-    _fields_ = (("rates", _POINTER), *_longs("start", "to", "heads", "groups", "size"))
+    _fields_ = (
+        ("rates", _POINTER),
+        *_longs("query", "apart", "key", "value", "to", "heads", "groups", "size"),
+        ("scale", _FLOAT),
+    )
 
 
 class Turn(ctypes.Structure):
-    """Rotates adjacent heads in place."""
+    """Rotates the first ``size`` channels of heads that are ``apart`` numbers apart, in place."""
 
     kind = 3
-    _fields_ = (("rates", _POINTER), *_longs("at", "heads", "size"))
+    _fields_ = (("rates", _POINTER), *_longs("at", "heads", "size", "apart"))
 
 
 class Convolve(ctypes.Structure):
-    """The short convolution with silu, in place."""
+    """The short convolution, in place, with silu unless ``linear``; its state has ``rows`` inputs of each channel."""
 
     kind = 4
-    _fields_ = (("weights", _POINTER), *_longs("at", "channels", "taps"))
+    _fields_ = (("weights", _POINTER), *_longs("at", "channels", "taps", "rows", "by_channel", "linear"))
 
 
 class Curve(ctypes.Structure):
@@ -115,15 +120,21 @@ class Recur(ctypes.Structure):
 
 
 class HeadNorm(ctypes.Structure):
-    """The norm of adjacent groups of channels in place, with a gate before or after it, or -1."""
+    """The norm of groups of channels in place, ``apart`` numbers apart, with a gate before or after it, or -1."""
 
     kind = 8
     _fields_ = (
         ("weight", _POINTER),
-        *_longs("at", "groups", "size", "weight_step", "gate", "activation", "gate_first"),
-        ("centered", _LONG),
+        *_longs("at", "groups", "size", "apart", "weight_step", "gate", "activation", "gate_first", "centered"),
         ("eps", _FLOAT),
     )
+
+
+class Gate(ctypes.Structure):
+    """by *= activation(start), for groups of ``size`` channels, those of ``start`` ``apart`` numbers apart."""
+
+    kind = 9
+    _fields_ = tuple(_longs("start", "apart", "by", "groups", "size", "activation"))
 
 
 class Stage(ctypes.Structure):
@@ -132,38 +143,43 @@ class Stage(ctypes.Structure):
     _fields_ = (("what", _POINTER), ("kind", _LONG), ("wait", _LONG))
 
 
-class Layer(ctypes.Structure):
-    """One block: two norms, the stages of its mixer, its other linear maps."""
+class Branch(ctypes.Structure):
+    """x = after(x + factor * out(stages(before(x)))), such as a mixer or a feed-forward network."""
 
     _fields_ = (
-        *((name, Norm) for name in ("norm1", "norm2")),
-        *((name, Linear) for name in ("out", "expand", "contract")),
+        *((name, Norm) for name in ("before", "after")),
+        ("out", Linear),
         ("stages", _POINTER),
-        *_longs("count", "width", "mixed", "activation"),
+        *_longs("count", "width", "mixed"),
+        ("factor", _FLOAT),
     )
 
 
 class Model(ctypes.Structure):
-    """A decoder."""
+    """A decoder: embeddings, branches, norm and head."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("layers", "tokens", "table", "token_scales")),
+        *((name, _POINTER) for name in ("branches", "tokens", "table", "token_scales")),
         ("norm", Norm),
         ("head", Linear),
-        *_longs("depth", "dim", "vocab", "length", "type", "prenorm"),
+        *_longs("depth", "dim", "vocab", "length", "type"),
+        *((name, _FLOAT) for name in ("token_factor", "head_factor")),
     )
 
 
 class State(ctypes.Structure):
-    """The state of one layer."""
+    """The state of one branch."""
 
-    _fields_ = (("first", _POINTER), ("second", _POINTER), ("position", _POINTER), ("capacity", _LONG))
+    _fields_ = (
+        *((name, _POINTER) for name in ("first", "second", "position", "places", "begin")),
+        ("capacity", _LONG),
+    )
 
 
 class Journal(NamedTuple):
     """What the stages of the last call with several tokens have read."""
 
-    layers: tuple[Tensor | None, ...]  # (B,room,2,width) float32 of each layer with sums or a convolution
+    layers: tuple[Tensor | None, ...]  # (B,room,2,width) float32 of each branch with sums or a convolution
     kept: Tensor  # (B,) int64, how many of its tokens remain
 
     @property
@@ -173,13 +189,24 @@ class Journal(NamedTuple):
 
 @dataclass
 class Weights:
-    """Copies of a model's weights in the order of a step; they live as long as this object."""
+    """A model's weights for a step; their memory lives as long as this object.
+
+    Args:
+        dtype: The dtype of linear maps and embeddings.
+        packs: Whether linear maps are copied in the order of a step. If not, the step reads those of the model.
+    """
 
     dtype: torch.dtype
+    packs: bool = True
     kept: list[Tensor] = field(default_factory=list)
 
     def linear(self, weights: Iterable[Tensor], biases: Iterable[Tensor | None]) -> Linear:
-        """Pack maps (out,in) of one input into one map with concatenated outputs."""
+        """Return maps (out,in) of one input as one map with concatenated outputs."""
+        if not self.packs:
+            (weight,), (bias,) = weights, biases
+            outputs, inputs = weight.shape
+            bias_at = None if bias is None else self.numbers(bias)
+            return Linear(self._keep(weight.detach()), bias_at, inputs, outputs, None, None, IN_ROWS, 0, 0)
         weight, biases = torch.cat([w.detach() for w in weights]).contiguous(), list(biases)
         library = kernels("decode/step")
         packed = weight.new_empty(library.longspan_packed_size(*weight.shape))
@@ -222,8 +249,8 @@ class Weights:
         return self._keep(packed)
 
     def table(self, x: Tensor) -> int:
-        """Return the address of a copy in the model's dtype."""
-        return self._keep(x.detach().clone(memory_format=torch.contiguous_format))
+        """Return the address of a table (rows,d) in the model's dtype."""
+        return self._keep(x.detach().clone(memory_format=torch.contiguous_format) if self.packs else x.detach())
 
     def _keep(self, x: Tensor) -> int:
         self.kept.append(x)

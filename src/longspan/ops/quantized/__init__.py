@@ -13,7 +13,7 @@ from ..operands import same_device, transformed
 from . import composed, native
 from .formats import FORMATS, Blocks
 from .operands import ACTIVATIONS, OP, Map
-from .packing import Packed, pack, shapes
+from .packing import Packed, pack, rows, shapes
 
 __all__ = ["Blocks", "Packed", "pack", "quantized_linear"]
 
@@ -102,7 +102,11 @@ def _shapes(x: Tensor, *fields: Any) -> Tensor:
 
 
 def _transposed(grad: Tensor, *fields: Any) -> Tensor:
-    return composed.transposed(grad, Packed(*fields)).to(grad.dtype)
+    weight = Packed(*fields)
+    reason = native.why_not(Map(grad, None, *weight, "float32"))
+    name = choose_backend(f"{OP}'s gradient", ("reference", "torch", "native"), {"native": reason})
+    read = native.dequantized if name == "native" else rows
+    return composed.transposed(grad, weight, read).to(grad.dtype)
 
 
 _WEIGHT = "Tensor quants, Tensor scales, Tensor factors, str format, int outputs, int inputs"

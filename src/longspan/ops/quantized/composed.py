@@ -1,6 +1,6 @@
 """The quantized linear map in torch: by its definition, and by blocks of rows of the weight."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -47,17 +47,23 @@ def attend(r: Map) -> Tensor:
     return (y if r.bias is None else y + r.bias).to(r.x.dtype)
 
 
-def transposed(grad: Tensor, weight: Packed) -> Tensor:
-    """The gradient (...,N) of the output times the weight -> (...,K), in float32 at least."""
-    wide = upcast_half(grad)
-    total = wide.new_zeros(*grad.shape[:-1], weight.inputs)
-    for begin, part in parts(weight):
-        total += wide[..., begin : begin + len(part)] @ part.to(wide.dtype)
-    return total
+def transposed(grad: Tensor, weight: Packed, read: Callable[[Packed, int, int], Tensor] = rows) -> Tensor:
+    """The gradient (...,N) of the output times the weight -> (...,K), in float32 at least.
+
+    Args:
+        grad: The gradient.
+        weight: The weight.
+        read: ``packing.rows``, or a kernel that does the same.
+    """
+    wide = upcast_half(grad).flatten(0, -2)
+    total = wide.new_zeros(len(wide), weight.inputs)
+    for begin, part in parts(weight, read):
+        total = total.addmm_(wide[:, begin : begin + len(part)], part.to(wide.dtype))
+    return total.view(*grad.shape[:-1], weight.inputs)
 
 
-def parts(weight: Packed) -> Iterator[tuple[int, Tensor]]:
+def parts(weight: Packed, read: Callable[[Packed, int, int], Tensor] = rows) -> Iterator[tuple[int, Tensor]]:
     """Dequantize the rows of a weight part by part: the first row and the rows of each."""
     height = max(ELEMENTS // max(weight.inputs, 1) // GROUP, 1) * GROUP
     for begin in range(0, max(weight.outputs, 1), height):
-        yield begin, rows(weight, begin, min(begin + height, weight.outputs))
+        yield begin, read(weight, begin, min(begin + height, weight.outputs))

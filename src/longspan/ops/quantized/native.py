@@ -9,6 +9,7 @@ from ..native import build, call
 from ..native.build.openmp import threads
 from ..native.call import ACTIVATIONS, FORMATS, HALVES, available, check_allocated, kernels, pointers, readable
 from .operands import Map
+from .packing import Packed
 
 
 def why_not(r: Map) -> str:
@@ -44,3 +45,13 @@ def attend(r: Map) -> Tensor:
     failed = kernels("quantized/forward").longspan_quantized_forward(*pointers(x, *weight, bias, y), sizes, threads())
     check_allocated(failed, "activations")
     return y if r.x.dtype == torch.float32 else y.to(r.x.dtype)
+
+
+def dequantized(weight: Packed, begin: int, end: int) -> Tensor:
+    """``packing.rows`` of a weight that the kernels read, up to the rounding of the last bit."""
+    # The kernel's output, independent of torch's default dtype and device.
+    out = torch.empty(end - begin, weight.inputs, dtype=torch.float32, device="cpu")
+    sizes = (ctypes.c_long * 5)(begin, end, weight.inputs, weight.outputs, FORMATS[weight.format])
+    tensors = [t.contiguous() for t in (weight.quants, weight.scales, weight.factors)]
+    check_allocated(kernels("quantized/forward").longspan_quantized_rows(*pointers(*tensors, out), sizes, threads()))
+    return out

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .formats import FORMATS, Blocks, check_blocks, dequantize, split_factors
 
+BYTES = 1 << 20  # of blocks that are put in order together
 GROUP, SUPER = 16, 8  # rows of a group; blocks of 32 that share the float16 factors of Q4_K and Q6_K
 PACKED = {
     "Q8_0": 8,
@@ -62,9 +63,23 @@ def pack(blocks: Blocks) -> Packed:
     none = data.new_empty(0)
     if format not in PACKED:
         return Packed(data, none, none, format, outputs, inputs)
-    form = FORMATS[format]
+    quants, scales, factors = (data.new_empty(shape) for shape in shapes(format, outputs, inputs))
+    # A part at a time, since each takes several times its memory meanwhile.
+    height = max(BYTES // max(data.shape[1], 1) // GROUP, 1) * GROUP
+    for begin in range(0, outputs, height):
+        groups = slice(begin // GROUP, (begin + height) // GROUP)
+        for whole, part in zip(
+            (quants, scales, factors), _ordered(data[begin : begin + height], format, inputs), strict=True
+        ):
+            if whole.numel():
+                whole[groups] = part
+    return Packed(quants, scales, factors, format, outputs, inputs)
+
+
+def _ordered(data: Tensor, format: str, inputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows of blocks -> quants, scales and factors of ``Packed``."""
+    form, outputs, factors = FORMATS[format], len(data), data.new_empty(0)
     data = F.pad(data, (0, 0, 0, -outputs % GROUP)).view(-1, GROUP, inputs // form.block, form.size)
-    factors = none
     if format == "Q8_0":
         quants, scales = data[..., 2:] ^ 128, data[..., :2]
     elif format == "Q4_0":
@@ -88,8 +103,8 @@ def pack(blocks: Blocks) -> Packed:
     # float16 numbers lie together; bytes lie in two halves.
     scales = scales.permute(0, 2, 3, 1) if factors.numel() else scales.transpose(1, 2)
     if factors.numel():
-        factors = factors.unflatten(-1, (-1, 2)).permute(0, 2, 3, 1, 4).flatten(-2).contiguous()
-    return Packed(quants.contiguous(), scales.reshape(groups, cells, 32), factors, format, outputs, inputs)
+        factors = factors.unflatten(-1, (-1, 2)).permute(0, 2, 3, 1, 4).flatten(-2)
+    return quants, scales.reshape(groups, cells, 32), factors
 
 
 def _by_halves(q: Tensor) -> Tensor:

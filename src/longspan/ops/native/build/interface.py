@@ -100,6 +100,7 @@ FAMILIES: dict[str, dict[str, Functions]] = {
     "quantized": {
         "forward": {
             "longspan_quantized_forward": (INT, (*[POINTER] * 7, INT)),
+            "longspan_quantized_rows": (INT, (*[POINTER] * 5, INT)),
         },
     },
     "decode": {

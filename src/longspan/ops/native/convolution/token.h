@@ -20,7 +20,7 @@ struct Line {
 // nothing.
 template <class T, class S>
 inline void move(const T* from, vec x, S* to) {
-    if constexpr (sizeof(S) == 2)
+    if constexpr (sizeof(S) == 2 && sizeof(T) == 2)
         std::memcpy(to, from, sizeof(S) * W);
     else
         store(to, x);
@@ -48,8 +48,13 @@ inline void turn_on(S* s, const T* token, vec* rows) {
     if constexpr (sizeof(S) == 2) {  // four of them are a word, its lowest bits the oldest
         for (int l = 0; l < W; ++l) {
             std::uint64_t word;
+            S last;
+            if constexpr (sizeof(T) == 2)
+                last.bits = token[l].bits;
+            else
+                narrow(rows[3][l], &last);  // the token, in whose place the output may be
             std::memcpy(&word, s + 4 * l, sizeof word);
-            word = word >> 16 | static_cast<std::uint64_t>(token[l].bits) << 48;
+            word = word >> 16 | static_cast<std::uint64_t>(last.bits) << 48;
             std::memcpy(s + 4 * l, &word, sizeof word);
         }
     } else {

@@ -11,17 +11,19 @@
 
 extern "C" {
 
-// The state of one layer. ``first``: of linear attention the sums (B,H,D,E+1), of softmax the keys (B,G,capacity,D) of the
+// The state of one branch. ``first``: of linear attention the sums (B,H,D,E+1), of softmax the keys (B,G,capacity,D) of the
 // model's type, of a recurrence the sums (B,H,D,E). ``second``: of softmax the values, of a convolution its recent inputs
-// (B,K-1,C). ``position`` (B): the number of tokens, null if not needed.
+// (B,K-1,C), or (B,C,rows) of the model's type. ``position`` (B): the number of tokens, null if not needed. ``places`` (B): the positions of the
+// tokens for rotations, null if they are the same. ``begin`` (B): the first slots of the cache with a token, null for 0.
 struct longspan_state {
     void *first, *second;
-    const std::int64_t* position;
+    const std::int64_t *position, *places, *begin;
     long capacity;
 };
 
-// y = W x + b; weight packed, of the model's type; bias float or null. With a format of quantized/product.h, weight, scales
-// and factors are those of quantized::Weight; ``prepared``: the activations are those of the map before.
+// y = W x + b; bias float or null. With the format 0 the weight is packed, with IN_ROWS (out, in), both of the model's type.
+// With one of quantized/product.h, weight, scales and factors are those of quantized::Weight; ``prepared``: the activations
+// are those of the map before.
 struct longspan_linear {
     const void* weight;
     const float* bias;
@@ -30,10 +32,10 @@ struct longspan_linear {
     long format, activations, prepared;
 };
 
-// A linear map of the part ``from``, or of the mixer's input for -1.
+// A linear map of the part ``from``, or of the branch's input for -1, followed by an activation.
 struct longspan_project {
     longspan_linear map;
-    long from, to;
+    long from, to, activation;
 };
 
 // Linear attention of queries, keys and values that are adjacent.
@@ -43,22 +45,25 @@ struct longspan_linear_attention {
     float eps;
 };
 
-// Softmax attention over the cache, to which it adds the token; queries (H,D), keys and values (G,D) are adjacent.
+// Softmax attention over the cache, to which it adds the token. Queries (H,D) are ``apart`` numbers apart, keys and values
+// (G,D) adjacent.
 struct longspan_softmax_attention {
     const float* rates;
-    long from, to, heads, groups, size;
+    long query, apart, key, value, to, heads, groups, size;
+    float scale;
 };
 
-// Rotates heads of one size in place.
+// Rotates the first ``size`` channels of heads that are ``apart`` numbers apart, in place.
 struct longspan_turn {
     const float* rates;
-    long at, heads, size;
+    long at, heads, size, apart;
 };
 
-// A causal convolution with silu, in place. The weights are those of longspan_pack_taps.
+// A causal convolution, in place, followed by silu unless it is ``linear``. The weights are those of longspan_pack_taps. The
+// state has ``rows`` inputs: for all channels one after the other, or those of a channel adjacent (``by_channel``).
 struct longspan_convolve {
     const float* weights;
-    long at, channels, taps;
+    long at, channels, taps, rows, by_channel, linear;
 };
 
 // to = factor * activation(slope * (from + bias)), channel by channel; each of the three may be null.
@@ -82,12 +87,18 @@ struct longspan_recur {
     float scale;
 };
 
-// The norm of adjacent groups of channels, in place: RMS, or after subtracting the mean. weight: null, or one number for each
-// channel of a group, in which case groups are ``weight_step`` numbers apart. ``gate``: a part, or -1 for none.
+// The norm of groups of channels that are ``apart`` numbers apart, in place: RMS, or after subtracting the mean. weight: null,
+// or one number for each channel of a group, in which case groups are ``weight_step`` numbers apart. ``gate``: a part with
+// adjacent groups, or -1 for none.
 struct longspan_head_norm {
     const float* weight;
-    long at, groups, size, weight_step, gate, activation, gate_first, centered;
+    long at, groups, size, apart, weight_step, gate, activation, gate_first, centered;
     float eps;
+};
+
+// by *= activation(from), for groups of ``size`` channels: adjacent ones of ``by``, and of ``from`` such that are ``apart``.
+struct longspan_gate {
+    long from, apart, by, groups, size, activation;
 };
 
 // ``what`` is the structure of the kind; ``wait``: all threads wait for its results.
@@ -100,7 +111,9 @@ struct longspan_stage {
 
 namespace {
 
-enum Kind { project, linear_attention, softmax_attention, turn, convolve, curve, scale, recur, head_norm };
+enum Kind { project, linear_attention, softmax_attention, turn, convolve, curve, scale, recur, head_norm, gate };
+
+constexpr long IN_ROWS = -1;  // the format of a weight that is not packed
 
 template <class S>
 const S& of(const longspan_stage& stage) {
@@ -140,7 +153,7 @@ inline void run_scale(const longspan_scale& how, float* row) {
 
 inline void run_head_norm(const longspan_head_norm& how, float* row, long group) {
     const long size = how.size, before = group * size;
-    float* x = row + how.at + before;
+    float* x = row + how.at + group * how.apart;
     const float *gate = how.gate >= 0 ? row + how.gate + before : nullptr, *weight = how.weight;
     if (weight) weight += group * how.weight_step;
     const auto gate_at = [&](long c) { return activate(how.activation, some(gate + c, size - c)); };
@@ -166,11 +179,20 @@ inline void run_head_norm(const longspan_head_norm& how, float* row, long group)
     }
 }
 
+inline void run_gate(const longspan_gate& how, float* row, long group) {
+    const float* x = row + how.from + group * how.apart;
+    float* y = row + how.by + group * how.size;
+    for (long c = 0; c < how.size; c += W) {
+        const long n = how.size - c;
+        keep_some(y + c, activate(how.activation, some(x + c, n)) * some(y + c, n), n);
+    }
+}
+
 // ``memory``: room for one head and its angles.
 inline void run_turn(const longspan_turn& how, std::int64_t position, float* row, float* memory) {
     float *angles = memory, *turned = memory + how.size;
     turns(how.rates, position, angles, how.size);
-    for (float *x = row + how.at, *end = x + how.heads * how.size; x < end; x += how.size) {
+    for (float *x = row + how.at, *end = x + how.heads * how.apart; x < end; x += how.apart) {
         rotate(x, angles, turned, how.size);
         std::memcpy(x, turned, sizeof(float) * how.size);
     }
@@ -178,23 +200,38 @@ inline void run_turn(const longspan_turn& how, std::int64_t position, float* row
 
 constexpr long CHANNELS = 512;  // of a convolution in one unit of work, a multiple of W
 
-// The state of a unit: floats, or rows of them that are ``stride`` apart.
+// The state of a unit: numbers, or rows of channels with these strides.
+template <class S>
 struct Place {
-    float* at;
-    long stride;
+    S* at;
+    long row = 0, channel = 1;
 };
+
+// The recent inputs of sequence b from ``channel`` on, where ``inputs`` are those of all sequences.
+template <class S>
+Place<S> recent(const longspan_convolve& how, void* all, long b, long channel) {
+    S* inputs = static_cast<S*>(all) + b * how.rows * how.channels;
+    return how.by_channel ? Place<S>{inputs + channel * how.rows, 1, how.rows} : Place<S>{inputs + channel, how.channels, 1};
+}
 
 inline long channels_of(const longspan_convolve& how, long channel) {
     return how.channels - channel < CHANNELS ? how.channels - channel : CHANNELS;
 }
 
 // ``inputs``: the recent ones of the channels from ``channel`` on.
-inline void run_convolve(const longspan_convolve& how, Place inputs, float* row, long channel, float* window) {
+template <class S>
+void run_convolve(const longspan_convolve& how, Place<S> inputs, float* row, long channel, float* window) {
     const long count = channels_of(how, channel);
     float* x = row + how.at + channel;
-    const Line<float, float> line{inputs.at, x, x, inputs.stride, 1, 1, how.weights + channel * (how.taps + 1), how.taps,
-                                  how.taps - 1};
-    with_taps(how.taps, [&](auto taps) { convolve_token<decltype(taps)::count, true>(line, count, window); });
+    const Line<float, S> line{inputs.at, x,        x,       inputs.row, inputs.channel, 1, how.weights + channel * (how.taps + 1),
+                                  how.taps,  how.rows};
+    with_taps(how.taps, [&](auto taps) {
+        constexpr int count_of_taps = decltype(taps)::count;
+        if (how.linear)
+            convolve_token<count_of_taps, false>(line, count, window);
+        else
+            convolve_token<count_of_taps, true>(line, count, window);
+    });
 }
 
 // Heads from ... to, counted over the rows, whose sums begin at ``sums``; ``width`` numbers lie between the rows.
@@ -230,7 +267,8 @@ template <class T>
 void run_softmax(const longspan_softmax_attention& how, const longspan_state& state, long b, long g, long slot, float* row,
                  float* memory) {
     const long d = how.size, members = how.heads / how.groups;
-    const float *queries = row + how.from, *k = queries + (how.heads + g) * d, *v = k + how.groups * d;
+    const float *k = row + how.key + g * d, *v = row + how.value + g * d;
+    const long begin = state.begin ? state.begin[b] : 0;
     T* keys = static_cast<T*>(state.first) + (b * how.groups + g) * state.capacity * d;
     T* values = static_cast<T*>(state.second) + (b * how.groups + g) * state.capacity * d;
     float *q = memory, *turned = q + d, *angles = turned + d;
@@ -243,15 +281,14 @@ void run_softmax(const longspan_softmax_attention& how, const longspan_state& st
         narrow(k[j], keys + slot * d + j);
         narrow(v[j], values + slot * d + j);
     }
-    const float factor = 1.0f / std::sqrt(static_cast<float>(d));
     for (long h = g * members; h < (g + 1) * members; ++h) {
-        const float* from = queries + h * d;
+        const float* from = row + how.query + h * how.apart;
         if (how.rates) {
             rotate(from, angles, turned, d);
             from = turned;
         }
-        for (long j = 0; j < d; ++j) q[j] = from[j] * factor;
-        softmax_head(q, keys, values, slot + 1, d, row + how.to + h * d);
+        for (long j = 0; j < d; ++j) q[j] = from[j] * how.scale;
+        softmax_head(q, keys + begin * d, values + begin * d, slot + 1 - begin, d, row + how.to + h * d);
     }
 }
 

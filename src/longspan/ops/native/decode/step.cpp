@@ -1,5 +1,6 @@
-// A decode step of a whole model: embedding, blocks of mixers and feed-forward networks, head, in one parallel region with
-// only barriers between the stages. Weights are packed once, by longspan_pack. Plain C interface.
+// A decode step of a whole model: embedding, branches such as mixers and feed-forward networks, head, in one parallel region
+// with only barriers between the stages. Weights are packed once, by longspan_pack, or read where the model has them. Plain
+// C interface.
 //
 // A call may compute K tokens of each sequence, with the bits of K calls: they are rows of all that has no state, and
 // states pass from token to token. Such a call leaves the states before its tokens, of which some may be undone, and keeps
@@ -30,21 +31,25 @@ struct longspan_norm {
     float eps;
 };
 
-// A block. The mixer's stages compute on ``width`` floats per sequence; ``out`` maps those from ``mixed`` on.
-struct longspan_layer {
-    longspan_norm norm1, norm2;
-    longspan_linear out, expand, contract;
+// x = after(x + factor * out(stages(before(x)))): the stages compute on ``width`` floats per sequence, and ``out`` maps those
+// from ``mixed`` on. Norms without a weight are left out.
+struct longspan_branch {
+    longspan_norm before, after;
+    longspan_linear out;
     const longspan_stage* stages;
-    long count, width, mixed, activation;
+    long count, width, mixed;
+    float factor;
 };
 
+// The embeddings and the outputs of the head are multiplied by their factors.
 struct longspan_model {
-    const longspan_layer* layers;
+    const longspan_branch* branches;
     const void *tokens, *table;  // embeddings (vocab, d) and learned positions (length, d) or null, of the model's type
     const void* token_scales;    // null, or tokens are a weight in the format q8_0
     longspan_norm norm;          // weight null: none
     longspan_linear head;
-    long depth, dim, vocab, length, type, prenorm;  // type 0: float, 1: bfloat16
+    long depth, dim, vocab, length, type;  // depth: number of branches; type 0: float, 1: bfloat16
+    float token_factor, head_factor;
 };
 
 }  // extern "C"
@@ -62,40 +67,102 @@ void normalize(const longspan_norm& norm, const float* x, float* out, long dim) 
     for (long j = 0; j < dim; ++j) out[j] = (x[j] - mean) * scale * norm.weight[j] + (norm.bias ? norm.bias[j] : 0.0f);
 }
 
-// How an output is stored: directly, after its activation, or added to the old value.
-enum After { keep, act, add };
+// How the outputs of a map are stored: after an activation (identity_act for none), times a factor, in place of the old value
+// or added to it.
+struct Finish {
+    long activation = identity_act;
+    float factor = 1.0f;
+    bool add = false;
+};
 
-// Stores columns from ``begin`` on for rows of results that lie ``stride`` apart: out[i, j] = or += (result_i + b)_j.
+// Stores columns from ``begin`` on for rows of results that lie ``stride`` apart.
 inline void finish(const longspan_linear& map, long begin, long width, const float* result, long stride, long rows, float* out,
-                   long oi, After after, long activation) {
+                   long oi, Finish how) {
     for (long i = 0; i < rows; ++i) {
         const float* from = result + i * stride;
         float* to = out + i * oi + begin;
-        long j = 0;
-        for (; j + W <= width; j += W) {
+        for (long j = 0; j < width; j += W) {
+            const long n = width - j;
             vec y = load(from + j);
-            if (map.bias) y += load(map.bias + begin + j);
-            if (after == act) y = activate(activation, y);
-            if (after == add) y += load(to + j);
-            store(to + j, y);
-        }
-        for (; j < width; ++j) {
-            float y = from[j] + (map.bias ? map.bias[begin + j] : 0.0f);
-            if (after == act) y = activate(activation, splat(y))[0];
-            to[j] = after == add ? to[j] + y : y;
+            if (map.bias) y += some(map.bias + begin + j, n);
+            if (how.activation != identity_act) y = activate(how.activation, y);
+            if (how.factor != 1.0f) y *= how.factor;
+            keep_some(to + j, how.add ? y + some(to + j, n) : y, n);
         }
     }
 }
 
 // Columns of one panel for rows of x.
 template <class T>
-void panel(const longspan_linear& map, long which, const float* x, long xi, long rows, float* out, long oi, After after,
-           long activation) {
+void panel(const longspan_linear& map, long which, const float* x, long xi, long rows, float* out, long oi, Finish how) {
     const long begin = which * PANEL, width = map.out - begin < PANEL ? map.out - begin : PANEL;
     const T* weight = static_cast<const T*>(map.weight) + begin * map.in;
     alignas(64) float result[BLOCK * PANEL];
     columns<COLUMNS, false, T>(rows, map.in, x, xi, 1, weight, PANEL, result, PANEL);
-    finish(map, begin, width, result, PANEL, rows, out, oi, after, activation);
+    finish(map, begin, width, result, PANEL, rows, out, oi, how);
+}
+
+constexpr long UNIT = 48, BESIDE = 3;  // outputs of a unit of work, whole vectors; and those that are summed together
+constexpr int WITH = 4;                // rows that are multiplied together: with BESIDE, as many sums as there are registers
+constexpr long PART = 512;             // inputs that stay in the caches, a multiple of W
+
+// sums[i, j] += x_i w_j lane by lane, for ROWS rows of x and OUTPUTS rows of the weight.
+template <int ROWS, int OUTPUTS, class T>
+LONGSPAN_INLINE void lanes(long width, const float* x, long xi, const T* w, long wi, vec* sums) {
+    vec acc[ROWS][OUTPUTS];
+    for (int i = 0; i < ROWS; ++i)
+        for (int j = 0; j < OUTPUTS; ++j) acc[i][j] = sums[i * BESIDE + j];
+    long p = 0;
+    for (; p + W <= width; p += W) {
+        vec y[OUTPUTS];
+        for (int j = 0; j < OUTPUTS; ++j) y[j] = load(w + j * wi + p);
+        for (int i = 0; i < ROWS; ++i) {
+            const vec z = load(x + i * xi + p);
+            for (int j = 0; j < OUTPUTS; ++j) acc[i][j] += z * y[j];
+        }
+    }
+    if (p < width) {
+        float rest[OUTPUTS][W] = {};
+        for (int j = 0; j < OUTPUTS; ++j)
+            for (long l = 0; p + l < width; ++l) rest[j][l] = widen(w[j * wi + p + l]);
+        for (int i = 0; i < ROWS; ++i) {
+            const vec z = some(x + i * xi + p, width - p);
+            for (int j = 0; j < OUTPUTS; ++j) acc[i][j] += z * load(rest[j]);
+        }
+    }
+    for (int i = 0; i < ROWS; ++i)
+        for (int j = 0; j < OUTPUTS; ++j) sums[i * BESIDE + j] = acc[i][j];
+}
+
+template <int OUTPUTS, class T>
+void all_lanes(long rows, long width, const float* x, long xi, const T* w, long wi, vec* sums) {
+    long i = 0;
+    for (; i + WITH <= rows; i += WITH) lanes<WITH, OUTPUTS>(width, x + i * xi, xi, w, wi, sums + i * BESIDE);
+    for (; i < rows; ++i) lanes<1, OUTPUTS>(width, x + i * xi, xi, w, wi, sums + i * BESIDE);
+}
+
+// Outputs of one unit for rows of x, with a weight that is not packed. An output is a sum by lanes, in the order of the inputs.
+template <class T>
+void in_rows(const longspan_linear& map, long which, const float* x, long xi, long rows, float* out, long oi, Finish how) {
+    const long begin = which * UNIT, end = map.out < begin + UNIT ? map.out : begin + UNIT, in = map.in;
+    const long part = rows == 1 ? in : PART;
+    alignas(64) float result[BLOCK * UNIT];
+    vec sums[BLOCK * BESIDE];
+    for (long first = begin; first < end; first += BESIDE) {
+        const long count = end - first < BESIDE ? end - first : BESIDE;
+        for (long i = 0; i < rows * BESIDE; ++i) sums[i] = vec{};
+        for (long p = 0; p < in; p += part) {
+            const long width = in - p < part ? in - p : part;
+            const T* w = static_cast<const T*>(map.weight) + first * in + p;
+            if (count == BESIDE)
+                all_lanes<BESIDE>(rows, width, x + p, xi, w, in, sums);
+            else
+                for (long j = 0; j < count; ++j) all_lanes<1>(rows, width, x + p, xi, w + j * in, in, sums + j);
+        }
+        for (long i = 0; i < rows; ++i)
+            for (long j = 0; j < count; ++j) result[i * UNIT + first - begin + j] = sum(sums[i * BESIDE + j]);
+    }
+    finish(map, begin, end - begin, result, UNIT, rows, out, oi, how);
 }
 
 inline quantized::Weight quantized_weight(const longspan_linear& map) {
@@ -114,7 +181,7 @@ inline long memory_of(const longspan_stage& stage) {
         case linear_attention: return 6 * of<longspan_linear_attention>(stage).size;
         case softmax_attention: return 3 * of<longspan_softmax_attention>(stage).size;
         case turn: return 2 * of<longspan_turn>(stage).size;
-        case convolve: return W * of<longspan_convolve>(stage).taps;
+        case convolve: return W * (of<longspan_convolve>(stage).rows + 1);
         default: return 0;
     }
 }
@@ -126,16 +193,16 @@ inline long state_of(const longspan_stage& stage) {
             const long size = of<longspan_linear_attention>(stage).size;
             return size * (size + 1);
         }
-        case convolve: return (of<longspan_convolve>(stage).taps - 1) * CHANNELS;
+        case convolve: return of<longspan_convolve>(stage).rows * CHANNELS;
         case recur: return of<longspan_recur>(stage).keys * of<longspan_recur>(stage).values;
         default: return 0;
     }
 }
 
-// Of each layer with sums or a convolution (B, room, 2, width) floats, the activations that these read, first those of the
+// Of each branch with sums or a convolution (B, room, 2, width) floats, the activations that these read, first those of the
 // convolution; null without a journal. ``kept`` (B): how many tokens of the last call remain.
 struct Journal {
-    float* const* layers;
+    float* const* branches;
     const std::int64_t* kept;
     long room;
 };
@@ -150,23 +217,22 @@ struct Decode {
     quantized::Cell* prepared;  // activations of all rows for a quantized map
 
     // Called by all threads together, like all below.
-    void apply(const longspan_linear& map, const float* from, long width, float* to, long to_width, After after,
-               long activation) const {
-        if (map.format) {
-            apply_quantized(map, from, width, to, to_width, after, activation);
+    void apply(const longspan_linear& map, const float* from, long width, float* to, long to_width, Finish how) const {
+        if (map.format > 0) {
+            apply_quantized(map, from, width, to, to_width, how);
             return;
         }
-        const long panels = (map.out + PANEL - 1) / PANEL, blocks = (batch + BLOCK - 1) / BLOCK;
+        const long unit = map.format == IN_ROWS ? UNIT : PANEL;
+        const long units = (map.out + unit - 1) / unit, blocks = (batch + BLOCK - 1) / BLOCK;
 #pragma omp for schedule(static) nowait
-        for (long item = 0; item < panels * blocks; ++item) {
+        for (long item = 0; item < units * blocks; ++item) {
             const long first = item % blocks * BLOCK, rows = batch - first < BLOCK ? batch - first : BLOCK;
-            panel<T>(map, item / blocks, from + first * width, width, rows, to + first * to_width, to_width, after,
-                     activation);
+            const auto run = map.format == IN_ROWS ? in_rows<T> : panel<T>;
+            run(map, item / blocks, from + first * width, width, rows, to + first * to_width, to_width, how);
         }
     }
 
-    void apply_quantized(const longspan_linear& map, const float* from, long width, float* to, long to_width, After after,
-                         long activation) const {
+    void apply_quantized(const longspan_linear& map, const float* from, long width, float* to, long to_width, Finish how) const {
         const quantized::Weight weight = quantized_weight(map);
         const long cells = weight.cells(), groups = weight.groups(), blocks = (batch + BLOCK - 1) / BLOCK;
         if (!map.prepared) {
@@ -184,7 +250,7 @@ struct Decode {
             const long count = map.out - begin < quantized::GROUP ? map.out - begin : quantized::GROUP;
             alignas(64) float result[BLOCK * quantized::GROUP];
             quantized::multiply(weight, item / blocks, prepared + first * cells, rows, result);
-            finish(map, begin, count, result, quantized::GROUP, rows, to + first * to_width, to_width, after, activation);
+            finish(map, begin, count, result, quantized::GROUP, rows, to + first * to_width, to_width, how);
         }
     }
 
@@ -205,7 +271,7 @@ struct Decode {
         for (long b = 0; b < batch; ++b)
             for (long j = 0; j < dim; ++j) {
                 const float number = scales ? quantized::number(quants, scales, dim, tokens[b], j) : widen(rows[tokens[b] * dim + j]);
-                x[b * dim + j] = number + (table ? widen(table[(positions[b / count] + b % count) * dim + j]) : 0.0f);
+                x[b * dim + j] = number * model.token_factor + (table ? widen(table[(positions[b / count] + b % count) * dim + j]) : 0.0f);
             }
     }
 
@@ -248,7 +314,7 @@ struct Decode {
         for (long row = 0; row < batch; ++row)
             std::memcpy(read + row / count * each + row % count * step, inner + row * width, sizeof(float) * width);
         each_of(units, [&](long b, long unit) {
-            const Place own = copy(place(b, unit), unit);
+            const auto own = copy(place(b, unit), unit);
             for (long t = 0; t < count; ++t) run(own, b, unit, inner + (b * count + t) * width, t);
         });
     }
@@ -262,18 +328,18 @@ struct Decode {
 
     // A stage with a state, for the tokens of a call with a journal; false for a stage without one. Its units are not those
     // of other stages, so that all threads wait before and after it.
-    bool run_chained(const longspan_stage& stage, const longspan_layer& layer, const longspan_state& state, float* read,
+    bool run_chained(const longspan_stage& stage, const longspan_branch& branch, const longspan_state& state, float* read,
                      float* mine) const {
-        const long width = layer.width;
+        const long width = branch.width;
         float *sums = static_cast<float*>(state.first), *room = mine + memory_of(stage);
         switch (stage.kind) {
             case linear_attention: {
                 const auto& how = of<longspan_linear_attention>(stage);
                 const long size = how.size * (how.size + 1);
                 chain(how.heads, read + width, width,
-                      [&](long b, long h) { return Place{sums + (b * how.heads + h) * size, 0}; },
-                      [&](Place from, long) { return copied(from, size, room); },
-                      [&](Place at, long b, long h, float* row, long t) {
+                      [&](long b, long h) { return Place<float>{sums + (b * how.heads + h) * size}; },
+                      [&](Place<float> from, long) { return copied(from, size, room); },
+                      [&](Place<float> at, long b, long h, float* row, long t) {
                           const std::int64_t position = state.position ? state.position[b] + t : 0;
                           run_linear(how, at.at, at.at + size, position, h, row, mine);
                       });
@@ -290,30 +356,19 @@ struct Decode {
             }
             case convolve: {
                 const auto& how = of<longspan_convolve>(stage);
-                const long rows = how.taps - 1;
-                chain((how.channels + CHANNELS - 1) / CHANNELS, read, width,
-                      [&](long b, long unit) {
-                          float* inputs = static_cast<float*>(state.second) + b * rows * how.channels;
-                          return Place{inputs + unit * CHANNELS, how.channels};
-                      },
-                      [&](Place from, long unit) {
-                          const long n = channels_of(how, unit * CHANNELS);
-                          for (long k = 0; k < rows; ++k)
-                              std::memcpy(room + k * CHANNELS, from.at + k * from.stride, sizeof(float) * n);
-                          return Place{room, CHANNELS};
-                      },
-                      [&](Place at, long, long unit, float* row, long) {
-                          run_convolve(how, at, row, unit * CHANNELS, mine);
-                      });
+                if (how.by_channel)
+                    chain_convolve<T>(how, state, read, width, reinterpret_cast<T*>(room), mine);
+                else
+                    chain_convolve<float>(how, state, read, width, room, mine);
                 return true;
             }
             case recur: {
                 const auto& how = of<longspan_recur>(stage);
                 const long size = how.keys * how.values;
                 chain(how.heads, read + width, width,
-                      [&](long b, long h) { return Place{sums + (b * how.heads + h) * size, 0}; },
-                      [&](Place from, long) { return copied(from, size, room); },
-                      [&](Place at, long, long h, float* row, long) {
+                      [&](long b, long h) { return Place<float>{sums + (b * how.heads + h) * size}; },
+                      [&](Place<float> from, long) { return copied(from, size, room); },
+                      [&](Place<float> at, long, long h, float* row, long) {
                           run_recur(how, at.at - h * size, row, width, h, h + 1);
                       });
                 return true;
@@ -322,19 +377,38 @@ struct Decode {
         }
     }
 
-    static Place copied(Place from, long size, float* room) {
+    static Place<float> copied(Place<float> from, long size, float* room) {
         std::memcpy(room, from.at, sizeof(float) * size);
-        return {room, 0};
+        return {room};
     }
 
-    void run_stage(const longspan_stage& stage, const longspan_layer& layer, const longspan_state& state, const float* input,
+    // S: the type of the state; ``room`` holds that of a unit.
+    template <class S>
+    void chain_convolve(const longspan_convolve& how, const longspan_state& state, float* read, long width, S* room,
+                        float* mine) const {
+        chain((how.channels + CHANNELS - 1) / CHANNELS, read, width,
+              [&](long b, long unit) { return recent<S>(how, state.second, b, unit * CHANNELS); },
+              [&](Place<S> from, long unit) {
+                  const long n = channels_of(how, unit * CHANNELS);
+                  if (how.by_channel) {
+                      std::memcpy(room, from.at, sizeof(S) * n * how.rows);
+                      return Place<S>{room, 1, how.rows};
+                  }
+                  for (long k = 0; k < how.rows; ++k)
+                      std::memcpy(room + k * CHANNELS, from.at + k * from.row, sizeof(S) * n);
+                  return Place<S>{room, CHANNELS, 1};
+              },
+              [&](Place<S> at, long, long unit, float* row, long) { run_convolve(how, at, row, unit * CHANNELS, mine); });
+    }
+
+    void run_stage(const longspan_stage& stage, const longspan_branch& branch, const longspan_state& state, const float* input,
                    float* mine) const {
-        const long width = layer.width;
+        const long width = branch.width;
         switch (stage.kind) {
             case project: {
                 const auto& how = of<longspan_project>(stage);
                 const bool first = how.from < 0;
-                apply(how.map, first ? input : inner + how.from, first ? dim : width, inner + how.to, width, keep, 0);
+                apply(how.map, first ? input : inner + how.from, first ? dim : width, inner + how.to, width, {how.activation});
                 break;
             }
             case linear_attention: {
@@ -358,15 +432,18 @@ struct Decode {
             case turn: {
                 const auto& how = of<longspan_turn>(stage);
                 each_row(width, [&](float* row, long b) {
-                    run_turn(how, state.position[b / count] + b % count, row, mine);
+                    run_turn(how, (state.places ? state.places : state.position)[b / count] + b % count, row, mine);
                 });
                 break;
             }
             case convolve: {
                 const auto& how = of<longspan_convolve>(stage);
                 each_unit((how.channels + CHANNELS - 1) / CHANNELS, width, [&](float* row, long b, long unit, long) {
-                    float* inputs = static_cast<float*>(state.second) + b * (how.taps - 1) * how.channels;
-                    run_convolve(how, {inputs + unit * CHANNELS, how.channels}, row, unit * CHANNELS, mine);
+                    const long first = unit * CHANNELS;
+                    if (how.by_channel)
+                        run_convolve(how, recent<T>(how, state.second, b, first), row, first, mine);
+                    else
+                        run_convolve(how, recent<float>(how, state.second, b, first), row, first, mine);
                 });
                 break;
             }
@@ -386,6 +463,11 @@ struct Decode {
                 each_part(how.heads, [&](long from, long to) { run_recur(how, sums, inner, width, from, to); });
                 break;
             }
+            case gate: {
+                const auto& how = of<longspan_gate>(stage);
+                each_unit(how.groups, width, [&](float* row, long, long g, long) { run_gate(how, row, g); });
+                break;
+            }
             default: {
                 const auto& how = of<longspan_head_norm>(stage);
                 each_unit(how.groups, width, [&](float* row, long, long g, long) { run_head_norm(how, row, g); });
@@ -394,51 +476,33 @@ struct Decode {
         if (stage.wait) wait();
     }
 
-    void feed(const longspan_layer& layer, const float* from) const {
-        const long width = layer.expand.out;
-        const bool gated = layer.activation == geglu || layer.activation == swiglu;
-        apply(layer.expand, from, dim, inner, width, gated ? keep : act, layer.activation);
-        wait();
-        if (gated) {
-            const long half = layer.contract.in;
-#pragma omp for schedule(static)
-            for (long b = 0; b < batch; ++b) {
-                float* row = inner + b * width;
-                long j = 0;
-                for (; j + W <= half; j += W)
-                    store(row + j, activate(layer.activation, load(row + j)) * load(row + half + j));
-                for (; j < half; ++j) row[j] = activate(layer.activation, splat(row[j]))[0] * row[half + j];
-            }
-        }
-        apply(layer.contract, inner, width, x, dim, add, 0);
-        wait();
-    }
-
     void run(float* mine, float* out) const {
         for (long l = 0; l < model.depth; ++l) {
-            const longspan_layer& layer = model.layers[l];
-            if (model.prenorm) norm(layer.norm1, x, normed);
-            for (long i = 0; i < layer.count; ++i) {
-                const longspan_stage& stage = layer.stages[i];
-                if (!journal.layers || !run_chained(stage, layer, states[l], journal.layers[l], mine))
-                    run_stage(stage, layer, states[l], model.prenorm ? normed : x, mine);
+            const longspan_branch& branch = model.branches[l];
+            const float* input = x;
+            if (branch.before.weight) {
+                norm(branch.before, x, normed);
+                input = normed;
+            }
+            for (long i = 0; i < branch.count; ++i) {
+                const longspan_stage& stage = branch.stages[i];
+                if (!journal.branches || !run_chained(stage, branch, states[l], journal.branches[l], mine))
+                    run_stage(stage, branch, states[l], input, mine);
                 else
                     wait();
             }
-            apply(layer.out, inner + layer.mixed, layer.width, x, dim, add, 0);
+            apply(branch.out, inner + branch.mixed, branch.width, x, dim, {identity_act, branch.factor, true});
             wait();
-            norm(model.prenorm ? layer.norm2 : layer.norm1, x, model.prenorm ? normed : x);
-            feed(layer, model.prenorm ? normed : x);
-            if (!model.prenorm) norm(layer.norm2, x, x);
+            if (branch.after.weight) norm(branch.after, x, x);
         }
         if (model.norm.weight) norm(model.norm, x, normed);
-        apply(model.head, model.norm.weight ? normed : x, dim, out, model.head.out, keep, 0);
+        apply(model.head, model.norm.weight ? normed : x, dim, out, model.head.out, {identity_act, model.head_factor, false});
     }
 };
 
-inline bool caches(const longspan_layer& layer) {
-    for (long i = 0; i < layer.count; ++i)
-        if (layer.stages[i].kind == softmax_attention) return true;
+inline bool caches(const longspan_branch& branch) {
+    for (long i = 0; i < branch.count; ++i)
+        if (branch.stages[i].kind == softmax_attention) return true;
     return false;
 }
 
@@ -449,29 +513,29 @@ int decode(const longspan_model& model, const longspan_state* states, const std:
     const long batch = sequences * count;
     long width = 0, each = 0, cells = 0;
     const auto holds = [&cells](const longspan_linear& map) {
-        if (map.format && map.in / quantized::CELL > cells) cells = map.in / quantized::CELL;
+        if (map.format > 0 && map.in / quantized::CELL > cells) cells = map.in / quantized::CELL;
     };
     holds(model.head);
     for (long l = 0; l < model.depth; ++l) {
-        const longspan_layer& layer = model.layers[l];
-        holds(layer.out);
-        holds(layer.expand);
-        holds(layer.contract);
-        if (layer.width > width) width = layer.width;
-        if (layer.expand.out > width) width = layer.expand.out;
-        for (long i = 0; i < layer.count; ++i) {
-            const long needed = memory_of(layer.stages[i]) + (journal.layers ? state_of(layer.stages[i]) : 0);
+        const longspan_branch& branch = model.branches[l];
+        holds(branch.out);
+        if (branch.width > width) width = branch.width;
+        for (long i = 0; i < branch.count; ++i) {
+            const longspan_stage& stage = branch.stages[i];
+            const long needed = memory_of(stage) + (journal.branches ? state_of(stage) : 0);
             if (needed > each) each = needed;
-            if (layer.stages[i].kind == project) holds(of<longspan_project>(layer.stages[i]).map);
+            if (stage.kind == project) holds(of<longspan_project>(stage).map);
         }
         // Everything is checked before anything is overwritten.
-        if (caches(layer))
+        if (caches(branch))
             for (long b = 0; b < sequences; ++b)
-                if (states[l].position[b] < 0 || states[l].position[b] > states[l].capacity) return bad_length;
+                if (states[l].position[b] < 0 || states[l].position[b] > states[l].capacity ||
+                    (states[l].begin && (states[l].begin[b] < 0 || states[l].begin[b] > states[l].position[b])))
+                    return bad_length;
     }
     // A cache that grows must be valid, so all lengths are checked first.
     for (long l = 0; l < model.depth; ++l)
-        if (caches(model.layers[l]))
+        if (caches(model.branches[l]))
             for (long b = 0; b < sequences; ++b)
                 if (states[l].position[b] + count > states[l].capacity) return no_room;
     if (!embedded)
@@ -499,7 +563,8 @@ int decode(const longspan_model& model, const longspan_state* states, const std:
         }
         if (embedded) {
 #pragma omp for schedule(static)
-            for (long b = 0; b < batch; ++b) std::memcpy(x + b * dim, embedded + b * dim, sizeof(float) * dim);
+            for (long b = 0; b < batch; ++b)
+                for (long j = 0; j < dim; ++j) x[b * dim + j] = embedded[b * dim + j] * model.token_factor;
         } else {
             work.embed(tokens, positions);
         }

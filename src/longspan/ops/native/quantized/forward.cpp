@@ -41,3 +41,29 @@ extern "C" int longspan_quantized_forward(const float* x, const std::uint8_t* qu
     std::free(prepared);
     return 0;
 }
+
+// Rows of the weight from ``begin``, a multiple of GROUP, to ``end`` as numbers -> out (rows, K). sizes: begin, end, K, N, format.
+// Returns 0, or 1 if memory runs out.
+extern "C" int longspan_quantized_rows(const std::uint8_t* quants, const std::uint8_t* scales, const void* factors, float* out,
+                                       const long* sizes, int threads) {
+    const long begin = sizes[0], end = sizes[1], inputs = sizes[2];
+    const Weight w{quants, scales, static_cast<const float16*>(factors), inputs, sizes[3], static_cast<int>(sizes[4]), 0};
+    int failed = 0;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (long first = begin; first < end; first += GROUP) {
+        float* to = out + (first - begin) * inputs;
+        if (end - first >= GROUP) {
+            numbers_of(w, first / GROUP, to);
+            continue;
+        }
+        float* whole = static_cast<float*>(std::aligned_alloc(64, sizeof(float) * GROUP * inputs));
+        if (!whole) {
+            failed = 1;
+            continue;
+        }
+        numbers_of(w, first / GROUP, whole);
+        std::memcpy(to, whole, sizeof(float) * (end - first) * inputs);
+        std::free(whole);
+    }
+    return failed;
+}

@@ -387,6 +387,40 @@ void any_activations(const Weight& w, long group, const Cell* x, long rows, floa
     }
 }
 
+// The numbers of a group of a weight -> out (GROUP, inputs).
+template <int FORMAT>
+void numbers_of(const Weight& w, long group, float* out) {
+    const long cells = w.cells(), supers = factors_of(FORMAT) * GROUP, step = supers ? 1 : 2;
+    const std::uint8_t *q = w.quants + group * cells * cell_bytes(FORMAT), *s = w.scales + group * cells * SCALES;
+    const float16* super = w.factors + group * (cells / SUPER) * supers;
+    for (long b = 0; b < cells; ++b, q += cell_bytes(FORMAT), s += SCALES)
+        for (int v = 0; v < P; ++v) {
+            vec first, second;
+            factors<FORMAT>(s + step * W * v, super + b / SUPER * supers + W * v, &first, &second);
+            alignas(64) float columns[CELL * W];  // input by input, those of W rows
+            for (int h = 0; h < 2; ++h)
+                for (int c = 0; c < 4; ++c) {
+                    const ivec u = chunk<FORMAT>(q + 4 * W * v, c, h);
+                    for (int j = 0; j < 4; ++j) {
+                        const vec x = numbers((u >> 8 * j & 255) - offset_of(FORMAT));
+                        const vec y = (in_halves(FORMAT) && h ? second : first) * x;
+                        store(columns + (16 * h + 4 * c + j) * W, FORMAT == q4_k ? y + second : y);
+                    }
+                }
+            for (long i = 0; i < CELL; i += W)
+                transpose_square(columns + i * W, W, out + v * W * w.inputs + b * CELL + i, w.inputs);
+        }
+}
+
+inline void numbers_of(const Weight& w, long group, float* out) {
+    switch (w.format) {
+        case q8_0: return numbers_of<q8_0>(w, group, out);
+        case q4_0: return numbers_of<q4_0>(w, group, out);
+        case q4_k: return numbers_of<q4_k>(w, group, out);
+        default: return numbers_of<q6_k>(w, group, out);
+    }
+}
+
 // Input j of a row of a weight in the format q8_0 with K inputs.
 inline float number(const std::uint8_t* quants, const std::uint8_t* scales, long inputs, long row, long j) {
     const long cell = row / GROUP * (inputs / CELL) + j / CELL, at = j % CELL;

@@ -1,0 +1,370 @@
+"""What the layers of transformers compute for one token, as branches of the decode engine, by model type."""
+
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_module
+
+from ...generation import native_mixers
+from ...generation.native_mixers import Heads, Row
+from ...modules.quantized import QuantizedEmbedding, QuantizedLinear
+from ...ops.native import decode
+from ...ops.native.call import FORMATS, LARGEST, TYPES
+from . import lazy_logits
+
+ROWS = "Q8_0"  # the format of embeddings that the engine reads
+
+
+class Sums(NamedTuple):
+    """The state of a recurrent layer in a cache: recent inputs of its convolution, and its sums."""
+
+    layer: int
+    recent: tuple[int, int]
+    """channels, and inputs of each"""
+    sums: tuple[int, int, int] | None = None
+    """heads, keys and values; None for a convolution alone"""
+    values_first: bool = False
+    """whether the cache has them (B,H,E,D), where the engine reads (B,H,D,E)"""
+
+
+class Keys(NamedTuple):
+    """The state of a layer of softmax attention in a cache: its keys and values."""
+
+    layer: int
+    groups: int
+    size: int
+
+
+class Unserved(ValueError):
+    """Why the engine cannot compute a model."""
+
+
+class Plan:
+    """The branches of a model, with what each reads of a cache."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.weights = decode.Weights(dtype, packs=False)
+        self.rows: list[Row] = []
+        self.branches: list[decode.Branch] = []
+        self.states: list[Sums | Keys | None] = []
+        self.tokens: Any = None
+        self.token_factor = self.head_factor = 1.0
+        self.norm = decode.Norm()
+        self.head = decode.Linear()
+
+    def row(self) -> Row:
+        """Return a row for the stages of a branch."""
+        self.rows.append(Row(self.weights))
+        return self.rows[-1]
+
+    def add(self, branch: decode.Branch, state: Sums | Keys | None = None) -> None:
+        """Add a branch."""
+        self.branches.append(branch)
+        self.states.append(state)
+
+    def ends(self, tokens: Any, norm: Any, head: Any, token_factor: float = 1.0, head_factor: float = 1.0) -> None:
+        """Set the embeddings, the last norm and the output layer."""
+        self.tokens, self.norm, self.head = tokens, self.rms(norm), native_mixers.linear_map(self.weights, head)
+        self.token_factor, self.head_factor = token_factor, head_factor
+
+    def rms(self, norm: Any) -> decode.Norm:
+        """Return a norm of the root mean square. The weight of some is the difference to 1."""
+        return self.weights.norm(scales(norm), None, epsilon(norm))
+
+
+def scales(norm: Any) -> Tensor:
+    """Return the factors of a norm's channels."""
+    return norm.weight.detach().float() + (1.0 if type(norm).__name__ in ZERO_CENTERED else 0.0)
+
+
+def epsilon(norm: Any) -> float:
+    """Return what a norm adds to the mean of squares."""
+    return norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
+
+
+def activation(function: Any) -> str:
+    """Return the name of an activation in the engine. Raises Unserved for others."""
+    name = ACTIVATIONS.get(type(function).__name__)
+    if name is None:
+        raise Unserved(f"the activation {type(function).__name__} is not one of the engine")
+    return name
+
+
+def _convolve(row: Row, conv: nn.Conv1d, at: int, *, linear: bool = False) -> tuple[int, int]:
+    """The short convolution of a layer, in place -> its channels and its taps."""
+    channels, taps = conv.in_channels, conv.kernel_size[0]
+    if conv.groups != channels or conv.out_channels != channels or conv.dilation != (1,) or conv.stride != (1,):
+        raise Unserved("a convolution is not one by channel")
+    weights = row.weights.taps(conv.weight.squeeze(1), conv.bias)
+    row.add(decode.Convolve(weights, at, channels, taps, taps, True, linear))
+    return channels, taps
+
+
+def _gated_delta_net(plan: Plan, m: Any, norm: Any) -> None:
+    heads, groups, keys, values = m.num_v_heads, m.num_k_heads, m.head_k_dim, m.head_v_dim
+    _check_size(keys, values)
+    if m.activation not in ("silu", "swish"):
+        raise Unserved(f"a convolution is followed by {m.activation}")
+    row = plan.row()
+    qkv, gate, beta, decay = row.project(m.in_proj_qkv, m.in_proj_z, m.in_proj_b, m.in_proj_a)
+    row.wait()
+    recent = _convolve(row, m.conv1d, qkv)
+    row.curve("sigmoid", beta, heads)
+    row.curve("softplus", decay, heads, bias=m.dt_bias, factor=-m.A_log.detach().float().exp())
+    row.wait()
+    key, value = qkv + groups * keys, qkv + 2 * groups * keys
+    sizes = Heads(heads, groups, (keys, values))
+    row.recur(qkv, key, value, to=value, heads=sizes, decay="head", log_decay=decay, beta=beta, normalize=True)
+    weight, silu = plan.weights.numbers(m.norm.weight), decode.GATES["silu"]
+    row.add(decode.HeadNorm(weight, value, heads, values, values, 0, gate, silu, False, False, epsilon(m.norm)))
+    row.wait()
+    state = Sums(m.layer_idx, recent, (heads, keys, values))
+    plan.add(row.branch(m.out_proj, value, plan.rms(norm)), state)
+
+
+def _mamba2(plan: Plan, m: Any, norm: Any, factor: float = 1.0) -> None:
+    width, groups, states, heads, size = m.intermediate_size, m.n_groups, m.ssm_state_size, m.num_heads, m.head_dim
+    _check_size(states, size)
+    if activation(m.act) != "silu":
+        raise Unserved(f"a convolution is followed by {type(m.act).__name__}")
+    row = plan.row()
+    (gate,) = row.project(m.in_proj)  # gate, values, keys, queries, steps
+    value, key, query, step = (
+        gate + width + n for n in (0, width, width + groups * states, width + 2 * groups * states)
+    )
+    decay, scaled = row.part(heads), row.part(width)
+    row.wait()
+    recent = _convolve(row, m.conv1d, value)
+    row.curve("softplus", step, heads, bias=m.dt_bias)
+    row.curve("identity", step, heads, factor=-m.A_log.detach().float().exp(), to=decay)
+    row.wait()
+    row.scale(value, width, by=step, size=size, to=scaled)
+    row.wait()
+    sizes = Heads(heads, groups, (states, size))
+    row.recur(query, key, scaled, to=scaled, heads=sizes, decay="head", log_decay=decay, scale=1.0)
+    row.wait()
+    row.scale(value, width, by=m.D.detach(), size=size, add=scaled, to=scaled)
+    row.wait()
+    group = m.norm.group_size
+    weight, silu, gate_first = plan.weights.numbers(m.norm.weight), decode.GATES["silu"], True
+    counts = width // group, group, group, group
+    row.add(decode.HeadNorm(weight, scaled, *counts, gate, silu, gate_first, False, epsilon(m.norm)))
+    row.wait()
+    branch = row.branch(m.out_proj, scaled, plan.rms(norm), factor=factor)
+    plan.add(branch, Sums(m.layer_idx, recent, (heads, states, size), values_first=True))
+
+
+def _short_convolution(plan: Plan, m: Any, norm: Any) -> None:
+    width, row = m.conv.in_channels, plan.row()
+    (before,) = row.project(m.in_proj)
+    after, x = before + width, before + 2 * width
+    row.wait()
+    row.gate("identity", before, x, width)
+    row.wait()
+    recent = _convolve(row, m.conv, x, linear=True)
+    row.wait()
+    row.gate("identity", after, x, width)
+    row.wait()
+    plan.add(row.branch(m.out_proj, x, plan.rms(norm)), Sums(m.layer_idx, recent))
+
+
+class Attention(NamedTuple):
+    """What layers of softmax attention add to queries, keys and values."""
+
+    out: Any
+    """the output layer"""
+    norms: tuple[Any, Any] | None = None
+    """norms of the heads of queries and of keys"""
+    gated: bool = False
+    """whether each head of queries is followed by a gate of the outputs"""
+    rotary: Any = None
+    """the module with the angles, or None"""
+
+
+def _attention(plan: Plan, m: Any, norm: Any, parts: Attention, factor: float = 1.0) -> None:
+    size, row = m.head_dim, plan.row()
+    _check_size(size)
+    apart = 2 * size if parts.gated else size
+    heads, groups = m.q_proj.out_features // apart, m.k_proj.out_features // size
+    query, key, value = row.project(m.q_proj, m.k_proj, m.v_proj)
+    row.wait()
+    places = (query, heads, apart), (key, groups, size)
+    if parts.norms is not None:
+        for one, (at, count, between) in zip(parts.norms, places, strict=True):
+            weight, identity = plan.weights.numbers(scales(one)), decode.GATES["identity"]
+            row.add(decode.HeadNorm(weight, at, count, size, between, 0, -1, identity, False, False, epsilon(one)))
+        row.wait()
+    if parts.rotary is not None:
+        rates = _rates(parts.rotary)
+        for at, count, between in places:
+            row.add(decode.Turn(plan.weights.numbers(rates), at, count, 2 * len(rates), between))
+        row.wait()
+    out = row.part(heads * size)
+    row.add(decode.SoftmaxAttention(None, query, apart, key, value, out, heads, groups, size, m.scaling))
+    if parts.gated:
+        row.wait()
+        row.add(decode.Gate(query + size, apart, out, heads, size, decode.GATES["sigmoid"]))
+    row.wait()
+    branch = row.branch(parts.out, out, plan.rms(norm), factor=factor)
+    plan.add(branch, Keys(m.layer_idx, groups, size))
+
+
+def _rates(rotary: Any) -> Tensor:
+    """Return the angles per position. Raises Unserved if they depend on the length."""
+    if rotary.rope_type not in STATIC or rotary.attention_scaling != 1:
+        raise Unserved(f"rotary positions of the type {rotary.rope_type}")
+    return rotary.inv_freq
+
+
+def _network(plan: Plan, norm: Any, maps: tuple[Any, ...], act: Any, factor: float = 1.0) -> None:
+    """A gated feed-forward network; ``maps``: gates and values, together or apart, and the output."""
+    *inner, out = maps
+    row, width = plan.row(), out.in_features
+    gate = row.project(*inner)[0]
+    row.wait()
+    row.gate(activation(act), gate, gate + width, width)
+    row.wait()
+    plan.add(row.branch(out, gate + width, plan.rms(norm), factor=factor))
+
+
+def _check_size(*sizes: int) -> None:
+    if max(sizes) > LARGEST:
+        raise Unserved(f"heads of more than {LARGEST} channels")
+
+
+def _qwen3_5(model: Any, plan: Plan) -> None:
+    body = model.model
+    for layer in body.layers:
+        if layer.block_type == "linear_attention":
+            _gated_delta_net(plan, layer.linear_attn, layer.input_layernorm)
+        else:
+            m = layer.self_attn
+            parts = Attention(m.o_proj, (m.q_norm, m.k_norm), gated=True, rotary=body.rotary_emb)
+            _attention(plan, m, layer.input_layernorm, parts)
+        m = layer.mlp
+        _network(plan, layer.post_attention_layernorm, (m.gate_proj, m.up_proj, m.down_proj), m.act_fn)
+    plan.ends(body.embed_tokens, body.norm, model.lm_head)
+
+
+def _mamba2_model(model: Any, plan: Plan) -> None:
+    body = model.backbone
+    for layer in body.layers:
+        _mamba2(plan, layer.mixer, layer.norm)
+    plan.ends(body.embeddings, body.norm_f, model.lm_head)
+
+
+def _granite(model: Any, plan: Plan) -> None:
+    body = model.model
+    for layer in body.layers:
+        factor = layer.residual_multiplier
+        if layer.has_experts:
+            raise Unserved("it has experts")
+        if layer.mamba is not None:
+            _mamba2(plan, layer.mamba, layer.input_layernorm, factor)
+        else:
+            m = layer.self_attn
+            _attention(plan, m, layer.input_layernorm, Attention(m.o_proj, rotary=body.rotary_emb), factor)
+        m = layer.shared_mlp
+        _network(plan, layer.post_attention_layernorm, (m.input_linear, m.output_linear), m.activation, factor)
+    scaling = model.config.logits_scaling
+    plan.ends(body.embed_tokens, body.norm, model.lm_head, body.embedding_multiplier, 1 / scaling)
+
+
+def _lfm2(model: Any, plan: Plan) -> None:
+    body = model.model
+    for layer in body.layers:
+        if layer.is_attention_layer:
+            m = layer.self_attn
+            parts = Attention(m.out_proj, (m.q_layernorm, m.k_layernorm), rotary=body.rotary_emb)
+            _attention(plan, m, layer.operator_norm, parts)
+        else:
+            _short_convolution(plan, layer.conv, layer.operator_norm)
+        m = layer.feed_forward
+        _network(plan, layer.ffn_norm, (m.w1, m.w3, m.w2), nn.SiLU())
+    plan.ends(body.embed_tokens, body.embedding_norm, model.lm_head)
+
+
+class Served(NamedTuple):
+    """A model type that the engine computes."""
+
+    build: Callable[[Any, Plan], None]
+    """adds its branches to a plan"""
+    classes: tuple[str, ...]
+    """the classes of its modules, besides ``...ForCausalLM``"""
+    output: str = "CausalLMOutputWithPast"
+    """the class of its outputs"""
+    wide: bool = False
+    """whether logits are float32 in any dtype"""
+
+
+def _named(prefix: str, names: str, *others: str) -> tuple[str, ...]:
+    return (*(prefix + name for name in names.split()), *others)
+
+
+SERVED = {
+    "qwen3_5": Served(
+        _qwen3_5,
+        _named(
+            "Qwen3_5", "TextModel RMSNorm DecoderLayer TextRotaryEmbedding GatedDeltaNet RMSNormGated Attention MLP"
+        ),
+    ),
+    "mamba2": Served(
+        _mamba2_model, _named("Mamba2", "Model RMSNorm Block Mixer", "MambaRMSNormGated"), "Mamba2CausalLMOutput", True
+    ),
+    "granitemoehybrid": Served(
+        _granite,
+        _named("GraniteMoeHybrid", "Model RMSNorm DecoderLayer RotaryEmbedding Attention MambaLayer RMSNormGated MLP"),
+        "MoeCausalLMOutputWithPast",
+    ),
+    "lfm2": Served(_lfm2, _named("Lfm2", "Model RMSNorm DecoderLayer RotaryEmbedding Attention ShortConv MLP")),
+}
+"""by the model type in transformers"""
+ZERO_CENTERED = {"Qwen3_5RMSNorm"}
+"""norms whose weight is the difference to 1"""
+STATIC = ("default", "linear", "llama3")
+"""types of rotary positions whose angles do not depend on the length"""
+ACTIVATIONS = {
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "ReLUSquaredActivation": "squared_relu",
+}
+_MAPS = (nn.Linear, QuantizedLinear, nn.Embedding, QuantizedEmbedding)
+_PLAIN = (*_MAPS, nn.Conv1d, nn.ModuleList)
+
+
+def plan(model: Any, kind: str) -> Plan:
+    """Return the branches of a causal language model of a type in ``SERVED``.
+
+    Raises:
+        Unserved: The engine cannot compute it.
+    """
+    served, file = SERVED[kind], sys.modules[type(model).__module__]
+    known = {type(model), *_PLAIN, *(getattr(file, name, None) for name in served.classes)}
+    if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+        raise Unserved("there are hooks for all modules")
+    if type(model.lm_head) not in _MAPS:
+        raise Unserved(f"lm_head is a {type(model.lm_head).__name__}")
+    dtype = model.lm_head.weight.dtype
+    if dtype not in TYPES:
+        raise Unserved(f"its weights are {dtype}, not float32 or bfloat16")
+    for name, module in model.named_modules():
+        own = module.__dict__.get("forward")
+        replaced = own is not None and getattr(own, "__func__", None) is not lazy_logits.forward
+        if replaced or module._forward_hooks or module._forward_pre_hooks:
+            raise Unserved(f"{name or 'it'} has hooks or a replaced forward")
+        if type(module) not in known and type(module).__name__ not in ACTIVATIONS:
+            raise Unserved(f"{name} is a {type(module).__name__}")
+        if isinstance(module, QuantizedLinear) and module.format not in FORMATS:
+            raise Unserved(f"{name} has weights in the format {module.format}")
+        if isinstance(module, _MAPS) and module.weight.dtype != dtype:
+            raise Unserved(f"{name} is {module.weight.dtype}, and the output layer {dtype}")
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if type(t) not in (Tensor, nn.Parameter) or not t.is_cpu or t.is_inference() or not t.is_contiguous():
+            raise Unserved(f"{name} is not a plain tensor on the CPU")
+    made = Plan(dtype)
+    served.build(model, made)
+    return made
