@@ -182,10 +182,14 @@ def _linear(a: Linear, row: Row) -> tuple[int, Layout]:
 
 
 def _softmax(a: Softmax, row: Row) -> tuple[int, Layout]:
-    size = a.dim // a.heads
-    place, *_ = row.project(a.query, a.key, a.value)
+    size = a.size
+    place, keys, _ = row.project(a.query, a.key, a.value)
     row.wait()
-    out = row.part(a.dim)
+    if a.query_norm is not None and a.key_norm is not None:
+        row.head_norm(a.query_norm, place, a.heads, size)
+        row.head_norm(a.key_norm, keys, a.groups, size)
+        row.wait()
+    out = row.part(a.heads * size)
     row.add(decode.SoftmaxAttention(row.rates(a.rotary, size), place, out, a.heads, a.groups, size))
     slots = row.weights.dtype, (a.groups, -1, size)
     return out, Layout(KeyValues, (slots, slots, COUNT))
