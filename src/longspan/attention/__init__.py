@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .gated_deltanet import GatedDeltaNet as GatedDeltaNet
     from .gaussian import Gaussian as Gaussian
     from .gla import GLA as GLA
+    from .hedgehog import Hedgehog as Hedgehog
     from .image import Image as Image
     from .improved_clustered import ImprovedClustered as ImprovedClustered
     from .infini import Infini as Infini

@@ -26,7 +26,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "#2fa8a0": ("deltanet", "sinkhorn", "bp", "talking_heads", "infini"),
     "#8c510a": ("fast_weights", "average", "exact_topk", "axial", "relative", "memory_compressed", "star"),
     "#882255": ("polynomial", "lowrank_band", "improved_clustered", "mlstm"),
-    "#8a8a8a": ("rfa", "sparse", "poolingformer", "mamba3"),
+    "#8a8a8a": ("rfa", "sparse", "poolingformer", "mamba3", "hedgehog"),
     "#332288": ("sparse_transformer", "set_transformer", "rwkv7", "log_linear"),
 }
 # For all that is not a mechanism, in this order; none is a color that belongs to one mechanism alone.
