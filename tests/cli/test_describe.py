@@ -58,7 +58,7 @@ def test_parts_refuse_what_is_no_stack(text, message):
 
 def test_options_tell_value_default_and_meaning():
     options = {o["name"]: o for o in describe.options(longspan.build("softmax(kv_heads=2)", 8, 4))}
-    assert list(options) == ["kv_heads", "dropout", "rotary", "rotary_layout", "context_dim"]
+    assert list(options) == ["kv_heads", "dropout", "rotary", "rotary_layout", "context_dim", "head_dim", "qk_norm"]
     assert (options["kv_heads"]["value"], options["kv_heads"]["default"]) == (2, 0)
     assert options["kv_heads"]["meaning"].startswith("heads of keys and values")
     assert options["rotary"]["meaning"] == "base of rotary positions (0: none)."

@@ -18,6 +18,7 @@ WORDS = {
     "serve": ["m"],
     "chat": ["m"],
     "finetune": ["m", "--data=d"],
+    "linearize": ["m", "--data=d"],
     "eval": ["m"],
     "generate": ["m"],
     "transcribe": ["m", "a.wav"],

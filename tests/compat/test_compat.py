@@ -180,6 +180,7 @@ USERS = {
     Path("_api.py"),
     Path("cli/doctor.py"),
     Path("cli/export.py"),
+    Path("cli/linearize.py"),
     Path("finetune/tuned.py"),
     Path("serving/adapters.py"),
     Path("serving/hub.py"),

@@ -172,7 +172,16 @@ def test_the_pages_import_what_is_public(page, blocks):
                 assert not node.module.startswith("longspan.") or node.module.startswith(
                     tuple(
                         f"longspan.{name}"
-                        for name in ("attention", "compat", "distributed", "finetune", "serving", "train")
+                        for name in (
+                            "attention",
+                            "compat",
+                            "data",
+                            "distributed",
+                            "finetune",
+                            "linearize",
+                            "serving",
+                            "train",
+                        )
                     )
                 )
                 assert node.module != "longspan" or {name.name for name in node.names} <= {

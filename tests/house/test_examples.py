@@ -16,6 +16,7 @@ RUNS = {
     "char_lm": ("--steps 2 --length 32 --batch 2 --dim 16 --depth 1 --tokens 9 --out model", None),
     "fork_states": ("--forks 2 --tokens 5", None),
     "hf_hybrid": ("--length 70 --width 64 --rounds 1", "transformers"),
+    "linearize": ("--size tiny --specs linear --out run", None),
     "long_classifier": ("--length 40 --steps 2 --batch 2 --dim 16", None),
     "pretrain_350m": ("--small --steps 2 --out model", None),
     "hf_trainer": ("--steps 2 --length 20 --batch 2 --dim 16 --out run", "accelerate"),

@@ -18,6 +18,7 @@ def test_round_trip(config):
         (StackConfig, {"dropout": 1.0}, r"dropout=1.0 must be in \[0, 1\)"),
         (StackConfig, {"activation": "gleu"}, r"unknown activation 'gleu' \(did you mean 'gelu'\?\)"),
         (StackConfig, {"norm": "batch"}, "unknown norm 'batch'; known: layer, rms"),
+        (StackConfig, {"norm": "rms(eps=0.0)"}, "eps=0.0 of a norm must be positive"),
         (StackConfig, {"attention": "linear;"}, "empty spec in 'linear;'"),
         (DecoderConfig, {"vocab": 1}, "vocab=1 must be at least 2"),
         (DecoderConfig, {"length": 0}, "length=0 must be at least 1"),

@@ -8,12 +8,13 @@ from torch import nn
 
 from longspan import testing
 from longspan.models import decoder as module
-from longspan.models.config import ACTIVATIONS, NORMS, DecoderConfig, EncoderConfig, StackConfig
+from longspan.models.config import ACTIVATIONS, DecoderConfig, EncoderConfig, StackConfig
 from longspan.models.decoder import Decoder
 from longspan.models.encoder import Encoder
 from longspan.models.stacks import Stack
 
 POSITIONS = ("none", "sinusoidal", "learned", "rotary")
+NORMS = ("layer", "rms", "rms(eps=0.01)")
 SMALL = {"dim": 8, "depth": 2, "heads": 2, "feedforward": 12}
 TOKENS = torch.randint(0, 7, (2, 13), generator=torch.Generator().manual_seed(0))
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .gaussian import Gaussian as Gaussian
     from .gla import GLA as GLA
     from .gsa import GSA as GSA
+    from .hedgehog import Hedgehog as Hedgehog
     from .image import Image as Image
     from .improved_clustered import ImprovedClustered as ImprovedClustered
     from .infini import Infini as Infini

@@ -4,6 +4,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..modules.norms import HeadNorm
 from ..modules.rotary import check_rotary, rotate
 from ..ops.shards import active_shards
 from ..ops.softmax import dense
@@ -20,6 +21,8 @@ class Softmax(Attention[KeyValues | CachedContext]):
     ``kv_heads``: heads of keys and values, each shared by heads / kv_heads query heads (0: as many as heads).
     ``dropout``: probability of dropping a weight in training. ``rotary``: base of rotary positions (0: none).
     ``rotary_layout``: halves or interleaved. ``context_dim``: width of the context of cross attention (0: dim).
+    ``head_dim``: channels of a head (0: dim / heads). ``qk_norm``: epsilon of RMS norms of each head's queries and
+    keys, with learned weights, before they are turned (0: no norms).
 
     The recurrent form keeps every key and value ("stateful softmax" in Katharopoulos et al. 2020, appendix C.1).
 
@@ -48,6 +51,7 @@ class Softmax(Attention[KeyValues | CachedContext]):
         "softmax(kv_heads=1)",
         "softmax(rotary=100.0)",
         "softmax(rotary=10.0, rotary_layout='interleaved')",
+        "softmax(kv_heads=1, rotary=100.0, head_dim=6, qk_norm=1e-06)",
     )
     states, contexts = (KeyValues,), (CachedContext,)
 
@@ -62,6 +66,8 @@ class Softmax(Attention[KeyValues | CachedContext]):
         rotary: float = 0.0,
         rotary_layout: str = "halves",
         context_dim: int = 0,
+        head_dim: int = 0,
+        qk_norm: float = 0.0,
     ):
         super().__init__(dim, heads, causal=causal)
         groups = kv_heads or heads
@@ -69,17 +75,20 @@ class Softmax(Attention[KeyValues | CachedContext]):
             raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}")
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout={dropout} must be in [0, 1)")
-        check_rotary(rotary, rotary_layout, dim // heads)
+        if head_dim < 0 or qk_norm < 0:
+            raise ValueError(f"head_dim={head_dim} and qk_norm={qk_norm} must not be negative")
         self.kv_heads, self.dropout, self.context_dim = kv_heads, dropout, context_dim
         self.rotary, self.rotary_layout = rotary, rotary_layout
-        self.groups = groups
-        width = dim // heads * groups
-        self.query = nn.Linear(dim, dim)
-        self.key, self.value = (nn.Linear(context_dim or dim, width) for _ in range(2))
-        self.out = nn.Linear(dim, dim)
+        self.head_dim, self.qk_norm = head_dim, qk_norm
+        self.groups, self.size = groups, head_dim or dim // heads
+        check_rotary(rotary, rotary_layout, self.size)
+        self.query = nn.Linear(dim, heads * self.size)
+        self.key, self.value = (nn.Linear(context_dim or dim, groups * self.size) for _ in range(2))
+        self.query_norm, self.key_norm = (HeadNorm(self.size, eps=qk_norm) if qk_norm else None for _ in range(2))
+        self.out = nn.Linear(heads * self.size, dim)
 
     def start(self, batch: int, capacity: int) -> KeyValues:
-        return kv_cache.empty(batch, self.groups, capacity, self.dim // self.heads, self.weight_like)
+        return kv_cache.empty(batch, self.groups, capacity, self.size, self.weight_like)
 
     def attend(
         self,
@@ -95,13 +104,15 @@ class Softmax(Attention[KeyValues | CachedContext]):
         donate: bool = False,
     ) -> tuple[Tensor, KeyValues | CachedContext | None]:
         q = self.query(x)
-        check_width(q, self.dim)
+        check_width(q, self.heads * self.size)
         q = split(q, self.heads)
+        if self.query_norm is not None:
+            q = self.query_norm(q)
         if context is not None:
             state = self._project(context, context_mask)
         if isinstance(state, CachedContext):
             return self.read(q, state.view(), record), state
-        k, v = split(self.key(x), self.groups), split(self.value(x), self.groups)
+        k, v = self._keys(x)
         if self.rotary:
             at, _ = positions(x, state and state.length, mask=mask, segments=segments)
             turn = at, self.rotary, self.rotary_layout
@@ -117,7 +128,12 @@ class Softmax(Attention[KeyValues | CachedContext]):
     def _project(self, context: Tensor, mask: Tensor | None) -> CachedContext:
         if self.rotary:
             raise ValueError("rotary positions relate tokens of one sequence; context= needs rotary=0.0")
-        return kv_cache.of_context(split(self.key(context), self.groups), split(self.value(context), self.groups), mask)
+        return kv_cache.of_context(*self._keys(context), mask)
+
+    def _keys(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B,G,N,D)."""
+        k, v = split(self.key(x), self.groups), split(self.value(x), self.groups)
+        return (k if self.key_norm is None else self.key_norm(k)), v
 
     def read(self, q: Tensor, view: CacheView, record: dict[str, Any] | None) -> Tensor:
         """Attend to what the view shows.

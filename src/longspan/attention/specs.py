@@ -24,25 +24,36 @@ def parts(text: str) -> list[tuple[str, type[Attention]]]:
         [('linear', 'Linear'), ('softmax(kv_heads=1)', 'Softmax')]
     """
 
-    def maker(cls: type[Attention]) -> Callable[..., type[Attention]]:
+    return [(part, options(part)[0]) for part in dict.fromkeys(spec.split(text))]
+
+
+def options(text: str) -> tuple[type[Attention], dict[str, Any]]:
+    """Return the class that a spec names and the options that it sets, without building modules.
+
+    Args:
+        text: The spec of one mechanism, such as ``"local(window=64)"``.
+
+    Raises:
+        ValueError: For an unknown mechanism or option.
+    """
+
+    def maker(cls: type[Attention]) -> Callable[..., tuple[type[Attention], dict[str, Any]]]:
         takes = signature(cls)
 
-        def found(*args: Any, **options: Any) -> type[Attention]:
-            for option, value in takes.bind(*args, **options).arguments.items():
+        def found(*args: Any, **options: Any) -> tuple[type[Attention], dict[str, Any]]:
+            given = dict(takes.bind(*args, **options).arguments)
+            for option, value in given.items():
                 if takes.parameters[option].annotation is spec.Spec:
                     parts(value)
-            return cls
+            return cls, given
 
         # Read by ``inspect.signature``.
         found.__signature__ = takes  # pyright: ignore[reportFunctionMemberAccess]  # functions accept attributes
         return found
 
-    specs = list(dict.fromkeys(spec.split(text)))
-    for name in filter(None, map(spec.head, specs)):
+    if name := spec.head(text):
         mechanism(name, "name")
-    makers = {name: maker(cls) for name, cls in REGISTRY.items()}
-    classes = {part: spec.parse(part, makers) for part in specs}
-    for part, cls in classes.items():
-        if not inspect.isclass(cls):
-            raise ValueError(f"{part!r} names no attention; known: {', '.join(sorted(REGISTRY))}")
-    return list(classes.items())
+    found = spec.parse(text, {name: maker(cls) for name, cls in REGISTRY.items()})
+    if not isinstance(found, tuple) or len(found) != 2 or not inspect.isclass(found[0]):
+        raise ValueError(f"{text!r} names no attention; known: {', '.join(sorted(REGISTRY))}")
+    return found

@@ -30,6 +30,7 @@ COMMANDS = {
     "tokenize": ("tokenize", "Encode texts as tokens on disk, for training."),
     "train": ("train", "Train a model from a recipe or from flags."),
     "finetune": ("finetune", "Adapt a trained model to texts, pairs or chats."),
+    "linearize": ("linearize", "Turn a model with softmax attention into a linear or hybrid one."),
     "eval": ("evaluate", "Evaluate a trained model: bits per token, exact match or accuracy."),
     "generate": ("generate", "Generate images, text or target sequences from a trained model."),
     "chat": ("chat", "Talk with a model in the terminal."),

@@ -21,7 +21,7 @@ from ..attention import Attention
 from ..models import checkpoint, quantization
 from ..train import Made, Result, train_job
 from ..train import run_dir as runs
-from ..train.config import TrainConfig
+from ..train.config import TrainConfig, refuse_new_model
 from ..train.evaluate import chosen_examples, default_batch_size, evaluating
 from ..train.objectives import Loss, Objective
 from .completions import Batch, Completions, load
@@ -38,11 +38,6 @@ __all__ = [
     "load",
     "start_of",
 ]
-
-# Fields of a run that a fine-tuning does not support, with the values that turn them off.
-_UNSUPPORTED = {"stream": False, "segments": False, "intermediate": False, "targets": 1, "penalty": 0.0, "ema": 0.0}
-_UNSUPPORTED |= {"sequence_parallel": 1, "compile": False, "peak_tflops": 0.0, "devices": 1, "nodes": 1}
-_UNSUPPORTED |= {"strategy": "auto"}
 
 
 class CompletionLoss(Objective):
@@ -96,9 +91,7 @@ class _Tuning:
 
     def make(self, run: TrainConfig, start: Path | None) -> Made:
         data, model = self.data, self.model
-        for name, usual in _UNSUPPORTED.items():
-            if getattr(run, name) != usual:
-                raise ValueError(f"a fine-tuning does not support {name}={getattr(run, name)}; pass {name}={usual}")
+        refuse_new_model(run, "a fine-tuning")
         if start:
             runs.check_data(start, run.data, data)
         torch.manual_seed(run.seed)

@@ -348,6 +348,8 @@ def _odd(name: str, module: nn.Module, known: bool) -> str:
         return f"{name or 'it'} has hooks or a replaced forward"
     if isinstance(module, Quantized) and module.format not in (FORMATS if type(module) is QuantizedLinear else ROWS):
         return f"{name} has weights in the format {module.format}"
+    if isinstance(module, FeedForward) and module.activation not in decode.ACTIVATIONS:
+        return f"{name} has activation={module.activation!r}"
     return native_mixers.why_not(name, module) if type(module) in MIXERS else ""
 
 

@@ -219,10 +219,14 @@ def _linear(a: Linear, row: Row) -> tuple[int, Layout]:
 
 
 def _softmax(a: Softmax, row: Row) -> tuple[int, Layout]:
-    size = a.dim // a.heads
+    size = a.size
     query, key, value = row.project(a.query, a.key, a.value)
     row.wait()
-    out, counts = row.part(a.dim), (a.heads, a.groups, size)
+    if a.query_norm is not None and a.key_norm is not None:
+        row.head_norm(a.query_norm, query, a.heads, size)
+        row.head_norm(a.key_norm, key, a.groups, size)
+        row.wait()
+    out, counts = row.part(a.heads * size), (a.heads, a.groups, size)
     row.add(decode.SoftmaxAttention(row.rates(a.rotary, size), query, size, key, value, out, *counts, size**-0.5))
     slots = row.weights.dtype, (a.groups, -1, size)
     return out, Layout(KeyValues, (slots, slots, COUNT))

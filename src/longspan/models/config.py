@@ -6,10 +6,9 @@ from typing import Any, Self
 from .._utils import typecheck
 from .._utils.aliases import refuse
 from .._utils.spec import known, split
-from ..modules import positions
+from ..modules import norms, positions
 
-ACTIVATIONS = ("relu", "gelu", "silu", "squared_relu", "geglu", "swiglu")
-NORMS = ("layer", "rms")
+ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu", "squared_relu", "geglu", "swiglu")
 POOLS = ("none", "mean", "first")
 # Blocks take time to build at any width; the deepest networks in the literature have 1000.
 DEEPEST = 10_000
@@ -79,9 +78,9 @@ class StackConfig(_Fields):
     feedforward: int = 1024
     """inner width of the feed-forward network"""
     activation: str = "gelu"
-    """relu | gelu | silu | squared_relu | geglu | swiglu; geglu and swiglu are gated, with three matrices"""
+    """relu | gelu | gelu_tanh | silu | squared_relu | geglu | swiglu; the last two are gated, with three matrices"""
     norm: str = "layer"
-    """layer | rms"""
+    """layer | rms, each with its eps: 'rms(eps=1e-05)'"""
     prenorm: bool = True
     """normalize before each sub-layer and at the end, instead of after each sub-layer"""
     dropout: float = 0.0
@@ -104,7 +103,7 @@ class StackConfig(_Fields):
         _require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
         _require(self.feedforward_chunk >= 0, f"feedforward_chunk={self.feedforward_chunk} must not be negative")
         _choose("activation", self.activation, ACTIVATIONS)
-        _choose("norm", self.norm, NORMS)
+        norms.norm(self.norm, 1)
         specs = split(self.attention)
         _require(
             len(specs) <= self.depth,

@@ -12,7 +12,8 @@ class FeedForward(nn.Module):
     Args:
         dim: Width of input and output.
         inner: Inner width.
-        activation: relu, gelu, silu, squared_relu, geglu or swiglu; the last two are gated.
+        activation: relu, gelu, gelu_tanh (gelu approximated by tanh, as in GPT-2), silu, squared_relu, geglu or swiglu;
+            the last two are gated.
 
     References:
         Vaswani et al. 2017 (1706.03762), eq. 2; Shazeer 2020 (2002.05202) for geglu and swiglu.
@@ -44,5 +45,7 @@ class FeedForward(nn.Module):
         match self.activation:
             case "squared_relu":
                 return self.contract(F.relu(hidden).square())
+            case "gelu_tanh":
+                return self.contract(F.gelu(hidden, approximate="tanh"))
             case name:
                 return self.contract(getattr(F, name)(hidden))

@@ -4,13 +4,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._utils.spec import known
+from .._utils.spec import head, known, parse
 from ..ops.tensors import rms_normalize, upcast_half
 
 
-def norm(kind: str, dim: int) -> nn.Module:
-    """Return a ``layer`` (Ba et al. 2016) or ``rms`` (Zhang and Sennrich 2019) norm over the last axis."""
-    return nn.LayerNorm(dim) if kind == "layer" else nn.RMSNorm(dim, eps=1e-6)
+def norm(text: str, dim: int) -> nn.Module:
+    """Return a ``layer`` (Ba et al. 2016) or ``rms`` (Zhang and Sennrich 2019) norm over the last axis.
+
+    Args:
+        text: ``layer`` or ``rms``, with the number that is added to the mean square: ``rms(eps=1e-05)``.
+        dim: Channels.
+
+    Raises:
+        ValueError: For another kind or option, and an eps that is not positive.
+    """
+
+    def layer(*, eps: float = 1e-5) -> nn.Module:
+        return nn.LayerNorm(dim, _positive(eps))
+
+    def rms(*, eps: float = 1e-6) -> nn.Module:
+        return nn.RMSNorm(dim, eps=_positive(eps))
+
+    known(head(text) or text, {"layer": layer, "rms": rms}, "norm")
+    return parse(text, {"layer": layer, "rms": rms})
+
+
+def _positive(eps: float) -> float:
+    if not eps > 0:
+        raise ValueError(f"eps={eps} of a norm must be positive")
+    return eps
 
 
 class HeadNorm(nn.Module):

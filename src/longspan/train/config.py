@@ -23,6 +23,10 @@ HIGHEST = {
     "seed": 2**63 - 1,
 }
 MANY = 10**9
+# Fields that only the training of a new model supports, with the values that turn them off.
+NEW_MODEL = {"stream": False, "segments": False, "intermediate": False, "targets": 1, "penalty": 0.0, "ema": 0.0}
+NEW_MODEL |= {"sequence_parallel": 1, "compile": False, "peak_tflops": 0.0, "devices": 1, "nodes": 1}
+NEW_MODEL |= {"strategy": "auto"}
 
 
 @dataclass(frozen=True)
@@ -237,6 +241,13 @@ class TrainConfig:
     def step_examples(self) -> int:
         """Examples per optimizer step on all devices."""
         return self.batch * self.accumulate * self.readers
+
+
+def refuse_new_model(run: TrainConfig, what: str) -> None:
+    """Raise ValueError for a field in ``NEW_MODEL``, which ``what`` does not support."""
+    for name, usual in NEW_MODEL.items():
+        if getattr(run, name) != usual:
+            raise ValueError(f"{what} does not support {name}={getattr(run, name)}; pass {name}={usual}")
 
 
 def rate(run: TrainConfig, step: int) -> float:

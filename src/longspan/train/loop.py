@@ -237,7 +237,7 @@ class Keeper(Callback):
         last = step >= run.steps
         if self.bar:
             recent = self._recent()
-            self.bar.step(step, recent["loss"], recent["loss"] / math.log(2), speed, recent.get("penalty"))
+            self.bar.step(step, recent["loss"], task.objective.nats, speed, recent.get("penalty"))
         evaluated, improved = None, False
         # No evaluation after an interruption: on_train_start of the resumed run does it.
         if last or (not pressed and (late or step % run.evaluate_every == 0)):
@@ -307,7 +307,8 @@ class Keeper(Callback):
         if not trainer.is_global_zero:
             return
         step, bits = trainer.global_step, parts["loss"] / math.log(2)
-        row = {"loss": parts["loss"], "bits": bits, "learning_rate": rate(self.run, step - 1)}
+        row = {"loss": parts["loss"], "learning_rate": rate(self.run, step - 1)}
+        row |= {"bits": bits} if task.objective.nats else {}
         row |= {"gradient_norm": task.norm, "tokens_per_second": speed, "seconds": self.clock.seconds}
         row |= {"mfu": self.share * speed} if self.share else {}
         row |= {"skipped": task.skipped} if self.run.skip_nonfinite else {}
@@ -318,10 +319,12 @@ class Keeper(Callback):
         self.events.write(row | scalars(chosen), step)
         if self.bar and evaluated is not None:
             star = "  (best so far)" if improved else ""
-            train = f"training {bits:.3f}, validation {evaluated['bits']:.3f} bits/{task.objective.dataset.unit}"
+            train = f"training {bits:.3f}" if task.objective.nats else f"training loss {parts['loss']:.4g}"
+            train += f", validation {evaluated['bits']:.3f} bits/{task.objective.dataset.unit}"
             own = f", exact {evaluated['exact']:.1%}" if "exact" in evaluated else ""
             own += f", accuracy {evaluated['accuracy']:.1%}" if "accuracy" in evaluated else ""
             own += f", penalty {parts['penalty']:.4g}" if "penalty" in parts else ""
+            own += task.objective.remark(chosen)
             self.bar.line(f"step {step}: {train}{own}{star}")
 
     def _save(self, trainer: Trainer, step: int, improved: bool, final: bool = False) -> None:

@@ -43,7 +43,7 @@ class Loss(NamedTuple):
     """The loss of one micro-batch."""
 
     total: Tensor  # (), minimized by the step
-    parts: dict[str, Tensor]  # () each, detached: ``loss`` in nats per token, and further columns of metrics.csv
+    parts: dict[str, Tensor]  # () each, detached: ``loss``, as a rule in nats per token, and columns of metrics.csv
 
 
 class Objective(nn.Module, ABC):
@@ -54,6 +54,8 @@ class Objective(nn.Module, ABC):
     weights. Buffers belong to one process, so an objective with buffers refuses ``devices`` > 1.
     """
 
+    nats = True
+    """whether the loss is in nats per token, so that it is reported in bits too"""
     even = True
     """whether all ranks call a sharded model equally often in ``sums``; else each of them evaluates the whole split"""
 
@@ -153,6 +155,10 @@ class Objective(nn.Module, ABC):
     def learned(self, model: Any) -> dict[str, Any]:
         """Learned spans and ponder times as plain values; see ``learned.learned``."""
         return {}
+
+    def remark(self, found: dict[str, Any]) -> str:
+        """The end of the line about an evaluation, from what ``learned`` returned."""
+        return ""
 
     @abstractmethod
     def attentions(self, model: Any) -> list[Attention]:

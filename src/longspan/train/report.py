@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import os
 import socket
 import time
@@ -108,9 +109,10 @@ class Bar:
         if progress.watched():
             self.bar = progress.Bar(self.steps, "step", step)
 
-    def step(self, step: int, loss: float, bits: float, speed: float, penalty: float | None = None) -> None:
-        own = "" if penalty is None else f"penalty {penalty:.4g}, "
-        figures = f"loss {loss:.4f}, {bits:.3f} bits/{self.unit}, {own}{_short(speed)} tokens/s"
+    def step(self, step: int, loss: float, nats: bool, speed: float, penalty: float | None = None) -> None:
+        own = f"{loss / math.log(2):.3f} bits/{self.unit}, " if nats else ""
+        own += "" if penalty is None else f"penalty {penalty:.4g}, "
+        figures = f"loss {loss:.4f}, {own}{_short(speed)} tokens/s"
         if self.bar is None:
             self.lines.at(step, "step", figures)
         else:

@@ -36,7 +36,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "gsa",
     ),
     "#882255": ("polynomial", "lowrank_band", "improved_clustered", "mlstm", "path", "abc"),
-    "#8a8a8a": ("rfa", "sparse", "poolingformer", "mamba3", "stick_breaking", "longhorn"),
+    "#8a8a8a": ("rfa", "sparse", "poolingformer", "mamba3", "hedgehog", "stick_breaking", "longhorn"),
     "#332288": ("sparse_transformer", "set_transformer", "rwkv7", "log_linear", "mesa"),
 }
 # For all that is not a mechanism, in this order; none is a color that belongs to one mechanism alone.

@@ -26,6 +26,7 @@ LAYERS = (
         ("compat", "other libraries"),
         ("serving", "many streams"),
         ("finetune", "trained models"),
+        ("linearize", "softmax models"),
     ),
     (
         ("generation", "sampling, beam search"),

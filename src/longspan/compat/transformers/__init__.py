@@ -7,6 +7,7 @@
     print(on_cpu.status())              # what was replaced, the backends of its calls, and what was left unchanged
     on_cpu.LongspanForCausalLM          # a longspan decoder with transformers' generate, Trainer and save_pretrained
     on_cpu.byte_tokenizer()             # the tokenizer of longspan's models of bytes
+    on_cpu.to_decoder(model)            # a Llama, Qwen3 or GPT-2 as a longspan decoder
 
 transformers (5.5 to 5.24) is an optional extra of longspan. It is imported on first use of one of these.
 """
@@ -24,6 +25,8 @@ _WHERE = {
     "LongspanConfig": "config",
     "LongspanForCausalLM": "causal_lm",
     "byte_tokenizer": "byte_tokens",
+    "load_decoder": "dense",
+    "to_decoder": "dense",
 }
 
 # Some names are loaded on first use.
@@ -35,9 +38,11 @@ __all__ = [
     "Status",
     "accelerate",
     "byte_tokenizer",
+    "load_decoder",
     "register",
     "restore",
     "status",
+    "to_decoder",
 ]
 
 

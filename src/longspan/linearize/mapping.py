@@ -1,0 +1,178 @@
+"""The student of a teacher: its config, and the weights that it begins with."""
+
+import functools
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .._utils import model_memory, spec
+from ..attention import Attention
+from ..attention.base import own_options
+from ..attention.build import make
+from ..attention.softmax import Softmax
+from ..attention.specs import options as options_of
+from ..models import quantization
+from ..models.config import DecoderConfig
+from ..models.decoder import Decoder
+from ..modules.positions import Rotary, parse
+
+KEPT = "softmax"
+"""The spec of a layer that stays as it is"""
+PROJECTIONS, NORMS = ("query", "key", "value", "out"), ("query_norm", "key_norm")
+LIKE = ("rotary", "rotary_layout", "head_dim", "qk_norm")
+"""Options that a layer takes from the teacher's"""
+
+
+class Plan(NamedTuple):
+    """The layers of a student."""
+
+    specs: tuple[str, ...]
+    """the complete spec of each layer"""
+    converted: tuple[int, ...]
+    """the layers that differ from the teacher's, from 0"""
+    config: DecoderConfig
+    """the student"""
+
+
+def plan(teacher: Decoder, attention: str, kept: Collection[int] = ()) -> Plan:
+    """Choose the layers of a student.
+
+    Options that a spec leaves out take the sizes and the rotary positions of the teacher's layer, where the mechanism
+    has such options. Other mechanisms have no rotary positions.
+
+    Args:
+        teacher: The teacher.
+        attention: Specs of the student's layers, tiled over the depth; ``softmax`` keeps the teacher's layer.
+        kept: Further layers that stay as they are.
+
+    Raises:
+        ValueError: The teacher or one of its layers cannot be mapped, a spec is wrong, or no layer is converted.
+    """
+    config, layers = teacher.config, teacher.stack.attentions()
+    if config.stack != "plain":
+        raise ValueError(f"the teacher has stack={config.stack!r}; only stacks of the kind 'plain' can be linearized")
+    if quantization.described(teacher):
+        raise ValueError("the teacher has weights of 8 or 4 bits; linearize the model before it is rounded")
+    given = spec.split(attention)
+    if len(given) > config.depth:
+        raise ValueError(f"attention={attention!r} has {len(given)} specs, more than the {config.depth} layers")
+    if odd := [i for i in kept if not 0 <= i < config.depth]:
+        raise ValueError(f"there is no layer {odd[0]} to keep: the teacher has layers 0 to {config.depth - 1}")
+    wanted = [KEPT if i in kept else given[i % len(given)] for i in range(config.depth)]
+    specs = tuple(
+        layer.spec if text == KEPT else _fitted(text, layer, i)
+        for i, (text, layer) in enumerate(_pairs(wanted, layers))
+    )
+    converted = tuple(i for i, (text, layer) in enumerate(_pairs(specs, layers)) if text != layer.spec)
+    if not converted:
+        raise ValueError(f"attention={attention!r} keeps all layers of the teacher; name another mechanism")
+    # Rotary positions are options of the layers that have them.
+    positions = "none" if isinstance(parse(config.positions), Rotary) else config.positions
+    return Plan(specs, converted, replace(config, attention="; ".join(_period(specs)), positions=positions))
+
+
+def student_of(teacher: Decoder, chosen: Plan) -> Decoder:
+    """Build a student that begins with the teacher's weights.
+
+    All weights outside of attention and those of kept layers are copied. Of a converted layer the projections query,
+    key, value and out are copied, keys and values once for each query head that shares them; the rest is drawn.
+
+    Raises:
+        ValueError: A layer cannot be mapped.
+    """
+    student = Decoder(chosen.config)
+    for i in chosen.converted:
+        layer = teacher.stack.attentions()[i]
+        assert isinstance(layer, Softmax)
+        carry_over(layer, student.stack.attentions()[i], f"layer {i}")
+    own, place = student.state_dict(), tuple(f"stack.blocks.{i}.attention." for i in chosen.converted)
+    with torch.no_grad():
+        for name, weight in teacher.state_dict().items():
+            if not name.startswith(place):
+                own[name].copy_(weight)
+    student.to(next(teacher.parameters()).dtype)
+    student.tokenizer = teacher.tokenizer
+    return student
+
+
+@torch.no_grad()
+def carry_over(teacher: Softmax, student: Attention, where: str) -> None:
+    """Copy the projections of a softmax layer. Raises ValueError for shapes that do not fit, with ``where``."""
+    for _, source, target in _projections(teacher, student, where):
+        weight, bias = source.weight, source.bias
+        if target.out_features != source.out_features:
+            shared = teacher.heads // teacher.groups
+            weight, bias = (_repeated(t, teacher.size, shared) for t in (weight, bias))
+        target.weight.copy_(weight)
+        if target.bias is not None:
+            target.bias.copy_(bias)
+    for name in NORMS:
+        if teacher.qk_norm and getattr(student, name, None) is not None:
+            getattr(student, name).load_state_dict(getattr(teacher, name).state_dict())
+
+
+def left_out(teacher: Softmax, student: Attention) -> tuple[str, ...]:
+    """Return what a softmax layer has and its student does not: biases that are not 0, norms, rotary positions."""
+    found = _projections(teacher, student, "")
+    lost = [f"{name} bias" for name, source, target in found if target.bias is None and bool(source.bias.any())]
+    lost += [name for name in NORMS if teacher.qk_norm and getattr(student, name, None) is None]
+    lost += ["rotary positions"] if teacher.rotary and not getattr(student, "rotary", 0.0) else []
+    return tuple(lost)
+
+
+def _projections(teacher: Softmax, student: Attention, where: str) -> list[tuple[str, Any, Any]]:
+    """The projections of both: name, teacher's, student's. Raises ValueError."""
+    width, found = teacher.heads * teacher.size, []
+    for name in PROJECTIONS:
+        source, target = getattr(teacher, name), getattr(student, name, None)
+        if not isinstance(target, nn.Linear):
+            raise ValueError(f"{where}: {student.name} has no {name} projection for the teacher's weights")
+        shape, wanted = (target.out_features, target.in_features), (source.out_features, source.in_features)
+        if shape != wanted and not (name in ("key", "value") and shape == (width, teacher.dim)):
+            raise ValueError(
+                f"{where}: the {name} projection of {student.spec} is {shape[0]} x {shape[1]}, and the teacher's, with "
+                f"{teacher.heads} heads of {teacher.size} channels, is {wanted[0]} x {wanted[1]}"
+            )
+        found.append((name, source, target))
+    return found
+
+
+def _repeated(x: Tensor, size: int, times: int) -> Tensor:
+    """(G*size,...) -> (G*times*size,...): each head is repeated."""
+    return x.unflatten(0, (-1, size)).repeat_interleave(times, 0).flatten(0, 1)
+
+
+def _pairs(texts: Any, layers: list[Attention]) -> list[tuple[str, Attention]]:
+    return list(zip(texts, layers, strict=True))
+
+
+def _fitted(text: str, layer: Attention, index: int) -> str:
+    """The spec with the options of the teacher's layer. Raises ValueError, also if the weights do not fit."""
+    if type(layer) is not Softmax:
+        raise ValueError(
+            f"layer {index} of the teacher is {layer.spec}; only softmax layers can become others. Keep it by the "
+            "spec softmax in its place"
+        )
+    cls, given = options_of(text)
+    like: dict[str, Any] = {name: getattr(layer, name) for name in LIKE}
+    like |= dict.fromkeys(("expand_k", "expand_v"), layer.heads * layer.size / layer.dim)
+    known = own_options(cls)
+    fitted = {name: value for name, value in like.items() if name in known and name not in given}
+    # A spec that sets the base sets the layout, too.
+    if "rotary" in given:
+        fitted.pop("rotary_layout", None)
+    options = {name: value for name, value in (fitted | given).items() if value != known[name].default}
+    found = cls.name + (f"({', '.join(f'{name}={value!r}' for name, value in options.items())})" if options else "")
+    place = {"causal": True, "layer": 0, "depth": 1, "positions": "none"}
+    made: Any = model_memory.shapes(functools.partial(make, found, layer.dim, layer.heads, **place))
+    _projections(layer, made, f"layer {index}")
+    return found
+
+
+def _period(specs: tuple[str, ...]) -> tuple[str, ...]:
+    """The shortest beginning that gives all specs if it is tiled."""
+    count = next(n for n in range(1, len(specs) + 1) if all(s == specs[i % n] for i, s in enumerate(specs)))
+    return specs[:count]
