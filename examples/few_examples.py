@@ -24,11 +24,11 @@ parser.add_argument("--model", default="text", help="a model of longspan with te
 parser.add_argument("--examples", type=int, default=50, help="examples to learn from")
 parser.add_argument("--bytes", type=int, default=400, help="bytes of an example")
 parser.add_argument("--epochs", type=int, default=10, help="times that the examples are read")
-parser.add_argument("--rates", type=float, nargs="+", help="learning rates; by default three for each method")
+parser.add_argument("--rates", type=float, nargs="+", help="learning rates; by default several for each method")
 parser.add_argument("--rank", type=int, default=8, help="rank of LoRA")
 args = parser.parse_args()
 
-RATES, BATCH = {"lora": (1e-3, 3e-3, 1e-2), "state": (1e-2, 3e-2, 1e-1)}, 5
+RATES, BATCH = {"lora": (1e-3, 3e-3, 1e-2, 3e-2), "state": (3e-2, 1e-1, 3e-1, 1.0, 3.0)}, 5
 beginnings = [content[: args.bytes].decode("utf-8", "ignore") for content in text.documents_of("stdlib")]
 beginnings = [words for words in beginnings if len(words) > args.bytes // 2]
 # Neighbours are in different parts, so that these are alike.
@@ -52,7 +52,7 @@ with tempfile.TemporaryDirectory() as name:
     folder, found, before = Path(name), {}, 0.0
     for method in RATES:
         for rate in args.rates or RATES[method]:
-            model, codec, _ = loaded(args.model, "")
+            model, codec, *_ = loaded(args.model, "")
             data = rows(folder, codec, model)
             steps = args.epochs * -(-data.count("train") // BATCH)
             options = {"steps": steps, "batch": BATCH, "learning_rate": rate, "evaluate_every": max(1, steps // 10)}

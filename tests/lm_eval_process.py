@@ -70,7 +70,7 @@ def judge(model, way):
         from longspan.serving import Pool
         from longspan.serving.lm_eval import Judge
 
-        found, codec, _ = loaded(model, "")
+        found, codec, *_ = loaded(model, "")
         return Judge(Pool(found, slots=5, queue=5, capacity=300), codec)
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -7,22 +7,26 @@ References:
 import hashlib
 import json
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from . import states
 from .attention.validation import check_tokens
+from .compat.servable import ForeignModel, servable
 from .models.decoder import Decoder, DecoderState
 from .models.stacks.universal import UniversalState
 from .ops.segments import numbered
-from .ops.tensors import positions
+from .ops.tensors import positions, upcast_half
+from .states.utils import named
 
 KIND = "initial-states"
-# Fields of a config that change neither the sizes nor the outputs in evaluation mode.
-UNCOMPUTED = ("dropout", "checkpointing", "feedforward_chunk")
+# Fields of a config that change neither the sizes nor the outputs in evaluation mode, but for those of few bits.
+UNCOMPUTED = ("dropout", "checkpointing", "feedforward_chunk", "quantization_config", "use_cache")
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,44 +37,55 @@ class FrozenStates:
     """one row, before the start token"""
     sha256: str
     """of these values: adapters with the same values share cached prefixes, others never do"""
+    name: str = ""
+    """by which sessions know the adapter"""
+
+    @property
+    def key(self) -> str:
+        """What a session keeps of its adapter: its name and its sha256."""
+        return f"{self.name}@{self.sha256}"
 
 
 class InitialStates(nn.Module):
-    """The initial states of the recurrent layers of a decoder, as parameters.
+    """The initial states of the recurrent layers of a model, as parameters.
 
     They begin with the values of the model, so that an untrained adapter changes nothing. The parameters of layer ``i``
-    are those of ``layers[i]``, by the name of the field of its state, without the dimension of rows. The model is not a
-    submodule: ``parameters()`` has the states alone.
+    are those of ``layers[i]``, by the name of the field of its state, without the dimension of rows, in float32 at
+    least. The model is not a submodule: ``parameters()`` has the states alone.
 
     Args:
-        model: The decoder. Its weights are left as they are; ``model.requires_grad_(False)`` saves their gradients.
+        model: A ``Decoder``, a ``LongspanForCausalLM``, whose decoder it takes, a model of
+            ``longspan.compat.fla.load``, or one of transformers under ``longspan.compat.transformers.accelerate()``.
+            Its weights are left as they are; ``model.requires_grad_(False)`` saves their gradients.
 
     Raises:
         ValueError: For a model of another kind, and one without a recurrent state to train.
     """
 
-    model: Decoder
+    model: Any
 
-    def __init__(self, model: Decoder):
+    def __init__(self, model: Any):
         super().__init__()
-        if not isinstance(model, Decoder):
-            raise ValueError(f"state adapters need a longspan.Decoder, not {type(model).__name__}")
-        object.__setattr__(self, "model", model)  # not a submodule
-        mechanisms = model.stack.attentions()
-        self.layers = nn.ModuleList()
-        for i, layer in enumerate(_layers(model.init_state(1))):
-            fields = mechanisms[i % len(mechanisms)].learned_state
-            values = {name: getattr(layer, name) for name in fields if name in layer._fields}
-            own = nn.Module()
-            for name, t in values.items():
-                if t.numel():
-                    own.register_parameter(name, nn.Parameter(t[0].detach().clone()))
-            self.layers.append(own)
-        if not list(self.parameters()):
-            names = ", ".join(dict.fromkeys(one.spec for one in mechanisms))
+        model = servable(model)
+        if not isinstance(model, Decoder | ForeignModel):
             raise ValueError(
-                f"the state of {names} has no sums to train: it keeps tokens; state adapters need a recurrent layer "
-                "such as linear, gla or gated_deltanet"
+                f"state adapters need a longspan.Decoder, or a model of transformers or flash-linear-attention, not "
+                f"{type(model).__name__}"
+            )
+        object.__setattr__(self, "model", model)  # not a submodule
+        state = model.init_state(1)
+        self.layers = nn.ModuleList(nn.Module() for _ in _layers(state))
+        # The parameter by the place of its leaf in a flat state.
+        self._places: dict[int, str] = {}
+        for place, number, name, t in _learned(model, state):
+            self.layers[number].register_parameter(name, nn.Parameter(upcast_half(t[0].detach()).clone()))
+            self._places[place] = f"layers.{number}.{name}"
+        if not self._places:
+            kinds = [one.spec for one in model.stack.attentions()] if isinstance(model, Decoder) else [model.kind]
+            names = ", ".join(dict.fromkeys(kinds))
+            raise ValueError(
+                f"the state of {names} has no sums to train: it keeps tokens, or is relative to earlier ones; state "
+                "adapters need a recurrent layer such as linear, gla or gated_deltanet"
             )
 
     def states(self, batch: int, capacity: int | None = None) -> DecoderState:
@@ -83,12 +98,14 @@ class InitialStates(nn.Module):
         Returns:
             The state, which shares no memory with the parameters.
         """
-        state = self.model.init_state(batch, capacity)
-        layers: list[Any] = []
-        for own, layer in zip(self.layers, _layers(state), strict=True):
-            values = {name: t[None].to(getattr(layer, name)) for name, t in own.named_parameters()}
-            layers.append(layer._replace(**{n: t.repeat(batch, *(1,) * (t.dim() - 1)) for n, t in values.items()}))
-        return _with_layers(state, tuple(layers))
+        return self._filled(self.model.init_state(batch, capacity))
+
+    def _filled(self, state: DecoderState) -> DecoderState:
+        """Return a state with the values of the parameters, each in its dtype and with its layout in memory."""
+        leaves, tree = pytree.tree_flatten(state)
+        for place, name in self._places.items():
+            leaves[place] = torch.empty_like(leaves[place]).copy_(self.get_parameter(name))
+        return pytree.tree_unflatten(leaves, tree)
 
     def forward(
         self,
@@ -101,22 +118,22 @@ class InitialStates(nn.Module):
         """Return the outputs of the model for whole sequences that start from these states.
 
         Args:
-            tokens: (B,N) int64, as for the model; ``model.shift`` puts the start token in front.
+            tokens: (B,N) int64, as for the model; ``shift`` of a decoder puts the start token in front.
             mask: (B,N) bool, True on real tokens; either side may be padded.
             segments: (B,N) int64, packed sequences: each starts from the learned states. They are read as rows of their
                 own, padded to the longest one, because a packed row of recurrent states has one state only.
             targets: (B,N) int64. The result is then the log-probability of each in nats.
 
         Returns:
-            Outputs (B,N,likelihood.size), or log-probabilities (B,N).
+            Outputs (B,N,size), or log-probabilities (B,N).
 
         Raises:
             ValueError: For arguments that the model does not accept.
         """
         if segments is None or not tokens.numel():
-            return self.model(tokens, self.states(len(tokens)), mask=mask, targets=targets)[0]
+            return self._read(tokens, mask, targets)
         given = {"segments": segments} | ({} if mask is None else {"mask": mask})
-        ids = check_tokens(self.model.stack.attentions()[0], tokens, given)["segments"]
+        ids = check_tokens(self.model, tokens, given)["segments"]
         number, place = numbered(ids), positions(tokens, segments=ids)[0]
         counts = number[:, -1] + 1
         row = number + (counts.cumsum(0) - counts)[:, None]
@@ -127,10 +144,19 @@ class InitialStates(nn.Module):
 
         real = apart(torch.ones_like(ids, dtype=torch.bool) if mask is None else mask)
         more = None if targets is None else apart(targets)
-        return self.model(apart(tokens), self.states(rows), mask=real, targets=more)[0][row, place]
+        return self._read(apart(tokens), real, more)[row, place]
 
-    def frozen(self) -> FrozenStates:
+    def _read(self, tokens: Tensor, mask: Tensor | None, targets: Tensor | None) -> Tensor:
+        state = self.states(len(tokens))
+        if isinstance(self.model, ForeignModel):
+            return self.model.read(tokens, state, mask=mask, targets=targets)
+        return self.model(tokens, state, mask=mask, targets=targets)[0]
+
+    def frozen(self, name: str = "") -> FrozenStates:
         """Return a copy of the present values, for ``Pool.submit``.
+
+        Args:
+            name: By which sessions know the adapter.
 
         Raises:
             ValueError: For values that are NaN or infinite.
@@ -140,7 +166,7 @@ class InitialStates(nn.Module):
             for name, t in self._finite():
                 digest.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
                 digest.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
-        return FrozenStates(state, digest.hexdigest())
+        return FrozenStates(state, digest.hexdigest(), name)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the adapter to one safetensors file, atomically: a state of one row, with the config of the model.
@@ -152,8 +178,9 @@ class InitialStates(nn.Module):
             ValueError: For values that are NaN or infinite, and a path that cannot be written.
         """
         self._finite()
+        facts = {"adapter": KIND, "config": json.dumps(_config(self.model), default=str)}
         with torch.no_grad():
-            states.save(self.states(1), path, {"adapter": KIND, "config": json.dumps(_config(self.model))})
+            states.save(self._filled(_wide(self.model.init_state(1))), path, facts)
 
     def _finite(self) -> list[tuple[str, nn.Parameter]]:
         """Return the parameters by name. Raises ValueError for one that is NaN or infinite."""
@@ -163,14 +190,14 @@ class InitialStates(nn.Module):
         return found
 
 
-def initial_states(model: Decoder) -> InitialStates:
-    """Make the initial states of all recurrent layers of a decoder trainable.
+def initial_states(model: Any) -> InitialStates:
+    """Make the initial states of all recurrent layers of a model trainable.
 
     Sums, fast weights and the last inputs of convolutions are trained. KV caches, windows of tokens and counters stay
     as they are; so do the layers that have nothing else.
 
     Args:
-        model: The decoder.
+        model: As for ``InitialStates``.
 
     Returns:
         The states as parameters, with the values that the model has.
@@ -196,15 +223,16 @@ def initial_states(model: Decoder) -> InitialStates:
     return InitialStates(model)
 
 
-def load(path: str | os.PathLike[str], model: Decoder) -> InitialStates:
+def load(path: str | os.PathLike[str], model: Any) -> InitialStates:
     """Read an adapter that ``InitialStates.save`` has written.
 
     The config of the model must be that of the model for which the adapter was trained, except for dropout,
-    checkpointing and chunks of the feed-forward network. Weights are not compared: they may be quantized.
+    checkpointing and chunks of the feed-forward network. Entries that another version of transformers does not have
+    are not compared, and neither are weights: they may be quantized, or of another precision.
 
     Args:
         path: The file.
-        model: The decoder.
+        model: As for ``InitialStates``.
 
     Raises:
         ValueError: For a file that is missing, damaged or not an adapter, one of another model, and values that are NaN
@@ -214,23 +242,31 @@ def load(path: str | os.PathLike[str], model: Decoder) -> InitialStates:
     facts = states.read_metadata(path)
     if facts.get("adapter") != KIND:
         raise ValueError(f"{name} is the file of a state, not of an adapter, which InitialStates.save writes")
-    config = _config(model)
+    # As the file has them.
+    config = json.loads(json.dumps(_config(found.model), default=str))
     try:
-        other = {**dict.fromkeys(config), **json.loads(facts["config"])}
-    except (KeyError, ValueError, TypeError) as error:
+        other = json.loads(facts["config"])
+        if isinstance(found.model, Decoder):
+            other = {**dict.fromkeys(config), **other}
+        else:
+            config |= {key: value for key, value in other.items() if key not in config}
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"{name} has no readable config of its model: {error}") from error
+    # Of another type of model, everything differs.
+    kinds = ["model_type"] if other.get("model_type") != config.get("model_type") else other
     if odd := [
-        f"{key}={value!r} in place of {config.get(key)!r}" for key, value in other.items() if value != config.get(key)
+        f"{key}={other.get(key)!r} in place of {config.get(key)!r}"
+        for key in kinds
+        if other.get(key) != config.get(key)
     ]:
         raise ValueError(f"{name} is an adapter of another model, which has {', '.join(odd)}")
-    like = model.init_state(1)
-    state = states.load(path, like)
+    state = states.load(path, _wide(found.model.init_state(1)))
     if (rows := len(state.position)) != 1 or int(state.position):
         raise ValueError(f"{name} must have one row before the start token, not {rows} at {state.position.tolist()}")
+    leaves = pytree.tree_leaves(state)
     with torch.no_grad():
-        for own, layer in zip(found.layers, _layers(state), strict=True):
-            for field, values in own.named_parameters():
-                values.copy_(getattr(layer, field)[0])
+        for place, own in found._places.items():
+            found.get_parameter(own).copy_(leaves[place][0])
     try:
         found._finite()
     except ValueError as error:
@@ -243,12 +279,26 @@ def _layers(state: DecoderState) -> tuple[Any, ...]:
     return state.layers.layers if isinstance(state.layers, UniversalState) else state.layers
 
 
-def _with_layers(state: DecoderState, layers: tuple[Any, ...]) -> DecoderState:
-    """Return a state with other states of its layers."""
-    if isinstance(state.layers, UniversalState):
-        return state._replace(layers=state.layers._replace(layers=layers))
-    return state._replace(layers=layers)
+def _learned(model: Decoder | ForeignModel, state: DecoderState) -> Iterator[tuple[int, int, str, Tensor]]:
+    """Yield the place of each tensor to train in a flat state, its layer, its name there, and the tensor."""
+    mechanisms = model.stack.attentions() if isinstance(model, Decoder) else []
+    for place, (path, t) in enumerate(named(state).items()):
+        number, _, field = path.removeprefix("state.layers.").removeprefix("layers.").partition(".")
+        if not number.isdigit() or not t.is_floating_point() or not t.numel():
+            continue
+        if isinstance(model, Decoder):
+            learns = field in mechanisms[int(number) % len(mechanisms)].learned_state
+        else:
+            learns = model.learns(field)
+        if learns:
+            yield place, int(number), field.lstrip("0123456789.").replace(".", "_"), t
 
 
-def _config(model: Decoder) -> dict[str, Any]:
-    return {name: value for name, value in model.config.to_dict().items() if name not in UNCOMPUTED}
+def _wide(state: DecoderState) -> DecoderState:
+    """Return a state in float32 at least, as files of adapters have it."""
+    return pytree.tree_map(upcast_half, state)
+
+
+def _config(model: Decoder | ForeignModel) -> dict[str, Any]:
+    facts = model.facts if isinstance(model, ForeignModel) else model.config.to_dict()
+    return {name: value for name, value in facts.items() if name not in UNCOMPUTED}

@@ -175,15 +175,20 @@ def test_replace_takes_the_place_of_the_real_one_until_uninstall(real):
         importlib.import_module("fast_transformers.builders")
 
 
-# What a command or a pool does with other libraries' models.
+# What a command, a state adapter or a pool does with other libraries' models.
 USERS = {
     Path("_api.py"),
+    Path("adapt.py"),
     Path("cli/doctor.py"),
     Path("cli/export.py"),
     Path("cli/linearize.py"),
     Path("finetune/tuned.py"),
-    Path("serving/adapters.py"),
+    Path("serving/__init__.py"),
     Path("serving/hub.py"),
+    Path("serving/pool.py"),
+    Path("serving/reader.py"),
+    Path("serving/rows.py"),
+    Path("serving/sessions.py"),
 }
 
 

@@ -25,8 +25,8 @@ FLOORS = (
     ("modules", "states"),
     ("attention", "data", "speech"),
     ("models",),
-    ("adapt", "generation", "train", "testing", "distributed"),
-    ("compat", "serving", "finetune", "linearize", "cli", "_api", "__init__", "__main__"),
+    ("generation", "train", "testing", "distributed"),
+    ("compat", "adapt", "serving", "finetune", "linearize", "cli", "_api", "__init__", "__main__"),
 )
 LAB_FLOORS = (("_utils",), ("data", "speech"), ("bench",), ("experiments",), ("cli",), ("tools",), ("__init__",))
 # Packages that `import longspan` must not need.

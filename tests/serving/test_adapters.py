@@ -9,10 +9,10 @@ from torch.utils import _pytree as pytree
 
 import longspan
 from longspan import states
+from longspan.compat.servable import servable
 from longspan.models.decoder import DecoderState
 from longspan.models.likelihood import Categorical
 from longspan.serving import Pool, Sampling, Servable
-from longspan.serving.adapters import servable
 
 pytest.importorskip("transformers")
 
@@ -216,7 +216,7 @@ def test_what_cannot_be_served_is_refused_by_name():
         Pool(made.train())
     with pytest.raises(ValueError, match="no output layer"):
         Pool(made.eval().backbone)
-    with pytest.raises(ValueError, match=r"needs a Decoder.*, not Linear"):
+    with pytest.raises(ValueError, match=r"must be a Decoder.*, not Linear"):
         Pool(torch.nn.Linear(2, 2))
     pairs = longspan.Seq2Seq(longspan.Seq2SeqConfig(vocab=5, source_vocab=5, dim=8, heads=2, depth=1)).eval()
     with pytest.raises(ValueError, match="not Seq2Seq"):

@@ -76,7 +76,7 @@ class Running(servers.Running):
         (folder / "chat_template.jinja").unlink(missing_ok=True)
         if template:
             (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
-        model, codec, _ = loaded(str(folder), "")
+        model, codec, *_ = loaded(str(folder), "")
         model.double()
         super().__init__(model, codec=codec, pool={"slots": 4, "capacity": 512})
         self.openai = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
@@ -224,6 +224,46 @@ def test_options_of_a_chat(folder):
         assert "/v1/chat/completions" in json.dumps(running.client.get("/../openapi.json").json())
 
 
+def test_answers_in_json(folder):
+    pytest.importorskip("llguidance")
+    messages = [{"role": "user", "content": "The old man"}]
+    schema = {
+        "type": "object",
+        "properties": {"river": {"enum": ["long", "quiet"]}, "boats": {"type": "integer", "minimum": 0, "maximum": 99}},
+        "required": ["river", "boats"],
+        "additionalProperties": False,
+    }
+    given = {"type": "json_schema", "json_schema": {"name": "river", "schema": schema}}
+    with Running(folder, THINKING) as running:
+        # The other ends of this model are bytes, which JSON has.
+        running.codec.ends = running.codec.ends[:1]
+        quiet = {"chat_template_kwargs": {"enable_thinking": False}}
+        options = {"response_format": given, "max_tokens": 60, "temperature": 1, "seed": 3, "n": 3, "extra_body": quiet}
+        for choice in running.ask(messages, **options).choices:
+            assert choice.finish_reason == "stop"
+            found = json.loads(choice.message.content)
+            assert sorted(found) == ["boats", "river"]
+            assert found["river"] in ("long", "quiet")
+            assert 0 <= found["boats"] <= 99
+        stream = running.ask(messages, **options | {"n": 1, "stream": True})
+        json.loads("".join(chunk.choices[0].delta.content or "" for chunk in stream))
+        anything = options | {"response_format": {"type": "json_object"}, "n": 1, "max_tokens": 5}
+        assert running.ask(messages, **anything).choices[0].message.content.startswith("{")
+        # A prompt that opens the reasoning: it stays free.
+        thinking = running.ask(messages, response_format=given, max_tokens=8).choices[0].message
+        assert thinking.reasoning_content.strip() == reference(running, messages).strip()
+        wrong = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "objekt"}}}
+        with pytest.raises(openai.BadRequestError, match="response_format is refused: Invalid type: objekt"):
+            running.ask(messages, response_format=wrong)
+
+
+def test_answers_in_json_need_a_library(folder, monkeypatch):
+    monkeypatch.setattr("longspan._utils.optional_deps.find_spec", lambda name: None)
+    with Running(folder, TEMPLATES["chatml"]) as running:
+        with pytest.raises(openai.BadRequestError, match="missing for response_format: llguidance; pip install"):
+            running.ask([{"role": "user", "content": "hi"}], response_format={"type": "json_object"})
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
@@ -236,7 +276,9 @@ def test_options_of_a_chat(folder):
         ),
         ({"messages": [{"role": "tool", "content": "x"}]}, "the chat template refuses these messages: no tools here"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "the messages cannot be encoded"),
-        ({"response_format": {"type": "json_object"}}, "response_format={'type': 'json_object'} is not supported"),
+        ({"response_format": {"type": "grammar"}}, "response_format={'type': 'grammar'} must have the type text, json"),
+        ({"response_format": {"type": "json_schema"}}, "or json_schema with json_schema.schema, an object"),
+        ({"response_format": "json"}, "response_format='json' must have the type"),
         ({"tool_choice": "required"}, "tool_choice='required' is not supported"),
         ({"tools": {}}, "tools={} must be a list"),
         ({"top_logprobs": 2}, "top_logprobs requires logprobs=true"),

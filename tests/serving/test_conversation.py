@@ -6,6 +6,7 @@ import pytest
 import torch
 from pools import decoder
 
+from longspan import adapt
 from longspan.cli import main
 from longspan.models.sampling import Sampling
 from longspan.serving import Pool, Sessions
@@ -85,6 +86,34 @@ def test_files_are_those_of_a_server(tmp_path):
     for found in (name, entry.id):
         other.load(tmp_path / f"{found}.safetensors")
         assert said(other, "cd") == answer
+
+
+def test_a_chat_from_a_state_adapter_goes_on_with_it_alone(tmp_path):
+    model = decoder().double()
+    tuned = adapt.initial_states(model)
+    with torch.no_grad():
+        for values in tuned.parameters():
+            values.normal_(0.0, 2.0, generator=torch.Generator().manual_seed(1))
+    adapter = tuned.frozen("kind")
+    talk, plain = conversation(model, adapter=adapter), conversation(model)
+    said(talk, "ab"), said(plain, "ab")
+    with torch.no_grad():
+        outputs = tuned(model.shift(torch.tensor([talk.session.tokens])))
+    assert outputs[0, 2:].argmax(-1).tolist() == list(talk.session.tokens[2:])
+    assert talk.session.tokens != plain.session.tokens
+    for one, name in ((talk, "kind"), (plain, "none")):
+        one.save(tmp_path / f"{name}.safetensors")
+    answer = said(talk, "cd")
+    other = conversation(model, adapter=tuned.frozen("another name"))
+    other.load(tmp_path / "kind.safetensors")
+    assert said(other, "cd") == answer
+    with pytest.raises(ValueError, match="is a session of adapter 'kind' with sha256 .*, and this chat has none"):
+        plain.load(tmp_path / "kind.safetensors")
+    with pytest.raises(ValueError, match="is a session without a state adapter, and this chat has another name@"):
+        other.load(tmp_path / "none.safetensors")
+    talk.reset()
+    said(talk, "ab")
+    assert talk.session.adapter == adapter.key
 
 
 def test_a_failing_model_leaves_the_chat_as_it_was():

@@ -50,7 +50,7 @@ def evaluated(folder, way):
 
 def served(folder, **pool):
     """The same from a server of the folder."""
-    model, codec, _ = loaded(str(folder), "")
+    model, codec, *_ = loaded(str(folder), "")
     with servers.Running(model, codec=codec, name=str(folder), pool={"slots": 4, "queue": 64} | pool) as running:
         return evaluated(folder, running.url)
 

@@ -41,7 +41,7 @@ class Running(servers.Running):
     """A server of a folder."""
 
     def __init__(self, folder, stop="", **pool):
-        model, codec, _ = loaded(str(folder), stop)
+        model, codec, *_ = loaded(str(folder), stop)
         super().__init__(model, codec=codec, pool={"slots": 4} | pool)
 
     def post(self, **body):

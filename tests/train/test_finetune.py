@@ -1,6 +1,7 @@
 """Fine-tuning: rows, losses and steps beside transformers and peft, resumes, and what it writes."""
 
 import csv
+import io
 import json
 import math
 from types import SimpleNamespace
@@ -262,6 +263,37 @@ def test_a_pool_serves_tuned_states(tmp_path, whole):
     assert (plain.state.layers[0].sums - other.state.layers[0].sums).abs().max() > 0.01
 
 
+def test_commands_take_the_result(tmp_path, whole, capsys, monkeypatch):
+    _, source = decoder(tmp_path)
+    folders = {"lora": whole["lora"] / "run/adapter", "state": whole["state"] / "run/adapter.safetensors"}
+    options, texts = ["--temperature", "0", "--tokens", "40"], {}
+    for method, path in (("none", ""), *folders.items(), ("merged", "")):
+        model = str(whole["lora"] / "run/model") if method == "merged" else source
+        assert main(["generate", model, *options, "--prompt", "1 and", "--adapter", str(path)]) == 0
+        texts[method] = capsys.readouterr().out.removeprefix("1 and")
+        monkeypatch.setattr("sys.stdin", io.StringIO("1 and\n"))
+        assert main(["chat", model, *options, "--adapter", str(path)]) == 0
+        assert capsys.readouterr().out == texts[method]
+    assert texts["lora"] == texts["merged"]
+    assert len(set(texts.values())) == 3
+    (tmp_path / "odd").mkdir()
+    for path, words, message in (
+        (tmp_path / "odd", [], "odd is not the folder of an adapter: it has no adapter_config.json"),
+        (tmp_path / "none.safetensors", [], "no state file"),
+        (folders["state"], ["--beams", "2"], "--beams cannot start from the states of --adapter"),
+    ):
+        assert main(["generate", source, "--adapter", str(path), *words]) == 2
+        assert message in capsys.readouterr().err
+    for path, message in (
+        (folders["lora"], "adapter is damaged, or the adapter of another model: "),
+        (folders["state"], "is an adapter of another model, which has dim=16 in place of "),
+    ):
+        assert main(["generate", "text", "--adapter", str(path)]) == 2
+        assert message in capsys.readouterr().err
+    assert main(["generate", "mnist", "--adapter", str(folders["lora"])]) == 2
+    assert "--adapter requires text; mnist has mnist" in capsys.readouterr().err
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_losses_are_those_of_a_plain_loop(tmp_path):
     """Of transformers' own code and peft, which reads each sequence alone."""
@@ -390,8 +422,8 @@ def test_the_command(tmp_path, capsys):
     assert "has the result, in adapter/" in capsys.readouterr().err
     for words, wrong in (
         (["mnist", "--data", path], "mnist has no text"),
-        (["text", "--data", path, "--method", "state", "--rank", "4"], "--rank requires --method lora"),
-        (["text", "--data", path, "--merge", "--weights", "int8"], "--merge cannot be combined with --weights int8"),
+        (["text", "--data", path, "--method", "state", "--rank", "4"], "rank=4 requires method='lora', not 'state'"),
+        (["text", "--data", path, "--merge", "--weights", "int8"], "--merge requires --method lora without --weights"),
         (["text", "--data", str(tmp_path / "none")], "no data at"),
     ):
         assert main(["finetune", *words, "--out", str(tmp_path / "other")]) == 2

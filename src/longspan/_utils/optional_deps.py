@@ -25,6 +25,7 @@ EXTRAS = {
     "starlette": "serve",
     "uvicorn": "serve",
     "prometheus_client": "serve",
+    "llguidance": "json",
     "longspan_lab": "lab",
     "gymnasium": "reinforcement",
     "popgym": "reinforcement",

@@ -7,7 +7,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .parser import SEEDS, Parser, add_sampling_options, make, natural_int, positive_int, sampling_options
+from .parser import (
+    SEEDS,
+    Parser,
+    add_adapter_option,
+    add_sampling_options,
+    make,
+    natural_int,
+    positive_int,
+    sampling_options,
+)
 
 COMMANDS = """\
 /undo         take back the last turn
@@ -30,6 +39,7 @@ def parser() -> Parser:
         "longspan chat ./Qwen3.5-0.8B --system 'Answer in one sentence.'",
         "longspan chat model.gguf --tokens 200 --draft prompt-lookup",
         "longspan chat text --temperature 0.7",
+        "longspan chat ./Qwen3.5-0.8B --adapter runs/support/adapter",
     )
     parser.add_argument(
         "model",
@@ -52,6 +62,7 @@ def parser() -> Parser:
         help="prompt-lookup: read several tokens in one step where the text repeats itself",
     )
     parser.add_argument("--weights", choices=("int8", "int4"), help="round the weights of the model to 8 or 4 bits")
+    add_adapter_option(parser)
     return parser
 
 
@@ -63,7 +74,7 @@ def run(args: Any) -> int:
     from .serve import loaded
 
     reuse_pages()
-    model, codec, _ = loaded(args.model, args.stop, args.weights)
+    model, codec, _, adapter = loaded(args.model, args.stop, args.weights, args.adapter)
     if codec is None:
         raise ValueError(f"{args.model} has no text; longspan generate draws its images or tokens")
     pool = Pool(model, slots=1, queue=1, capacity=args.capacity)
@@ -74,6 +85,7 @@ def run(args: Any) -> int:
         max_tokens=args.tokens,
         sampling=Sampling(**sampling_options(args, 1.0, args.seed)),
         draft=args.draft,
+        adapter=adapter,
     )
     if args.load:
         talk.load(Path(args.load))

@@ -171,7 +171,7 @@ def _tasks(args) -> int:
     from ..serving.lm_eval import evaluate
 
     reuse_pages()
-    model, codec, _ = loaded(args.folder, "")
+    model, codec, *_ = loaded(args.folder, "")
     if codec is None:
         raise ValueError(f"{args.folder} has no text, which --tasks requires")
     batch = args.batch or 16

@@ -1,15 +1,21 @@
 """``longspan finetune``: adapt a trained model to texts, pairs or chats."""
 
+import dataclasses
 import math
 from typing import Any
+
+import jsonargparse
 
 from .._utils import signals
 from .parser import SEEDS, Number, Parser, make, natural_int, number, positive_int
 
 MEMORY = "--batch or --length"
+OWN: set[str | int] = {"source", "checkpointing"}  # fields of ``FinetuneConfig`` that are not flags of the same kind
 
 
 def parser() -> Parser:
+    from ..finetune import FinetuneConfig
+
     parser = make(
         "finetune",
         "Adapt a trained model to texts, pairs or chats. DATA is a text, a folder of .txt, .md and .jsonl files, or a "
@@ -32,28 +38,10 @@ def parser() -> Parser:
     parser.add_argument("--data", type=str, required=True, metavar="DATA", help="a file or a folder")
     parser.add_argument("--out", type=str, default="runs/finetuned", metavar="DIR", help="run directory")
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in --out")
-    parser.add_argument(
-        "--method",
-        choices=("lora", "full", "state"),
-        default="lora",
-        help="what is trained: low-rank changes of linear layers, all weights, or the initial states of recurrent "
-        "layers (models of longspan)",
-    )
-    parser.add_argument(
-        "--targets",
-        type=str,
-        default="",
-        metavar="NAMES",
-        help="with lora: the layers, as the ends of their names or patterns, separated by commas; by default all "
-        "linear layers but the output layer and those that compute decays",
-    )
-    parser.add_argument("--rank", type=positive_int(65536), default=8, help="with lora: rank of the changes")
-    parser.add_argument(
-        "--alpha", type=positive_int(10**6), default=16, help="with lora: changes are scaled by alpha / rank"
-    )
-    parser.add_argument(
-        "--weights", choices=("int8", "int4"), help="with lora or state: round the frozen weights to 8 or 4 bits"
-    )
+    # The docstrings under the fields become the help of the flags.
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    parser.add_class_arguments(FinetuneConfig, skip=OWN)
+    parser.numbers.update(rank=positive_int(65536), alpha=positive_int(10**6))
     parser.add_argument("--merge", action="store_true", help="with lora: also write the whole model, to model/")
     parser.add_argument(
         "--loss",
@@ -81,7 +69,7 @@ def parser() -> Parser:
         "--learning_rate",
         type=number(1e3),
         default=None,
-        help="peak learning rate; by default 3e-4 for lora, 2e-5 for full, 1e-2 for state",
+        help="peak learning rate; by default 3e-4 for lora, 2e-5 for full, 0.1 for state",
     )
     parser.add_argument("--schedule", choices=("cosine", "constant", "wsd"), default="cosine", help="as run.schedule")
     parser.add_argument("--warmup", type=natural_int(), default=0, help="steps of linear warm-up")
@@ -100,26 +88,16 @@ def parser() -> Parser:
 
 def run(args: Any) -> int:
     from .. import finetune as tuning
+    from ..finetune import FinetuneConfig
     from ..finetune.completions import KIND
     from ..train.config import TrainConfig
     from .serve import loaded
-    from .targets import refuse
 
-    if args.method != "lora":
-        refuse(args, {"targets": "", "rank": 8, "alpha": 16, "merge": False}, "requires --method lora")
-    if args.weights and (args.merge or args.method == "full"):
-        option = "--merge" if args.merge else "--method full"
-        raise ValueError(f"{option} cannot be combined with --weights {args.weights}, whose weights are frozen")
-    config = tuning.FinetuneConfig(
-        source=args.model,
-        method=args.method,
-        targets=args.targets,
-        rank=args.rank,
-        alpha=args.alpha,
-        weights=args.weights or "",
-        checkpointing=args.checkpointing,
-    )
-    model, codec, _ = loaded(args.model, "")
+    given = {field.name: args[field.name] for field in dataclasses.fields(FinetuneConfig) if field.name not in OWN}
+    if args.merge and (args.weights or args.method != "lora"):
+        raise ValueError("--merge requires --method lora without --weights")
+    config = FinetuneConfig(source=args.model, checkpointing=args.checkpointing, **given)
+    model, codec, *_ = loaded(args.model, "")
     if codec is None:
         raise ValueError(f"{args.model} has no text, and a fine-tuning learns from texts")
     data = tuning.load(

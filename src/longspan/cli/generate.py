@@ -13,6 +13,7 @@ from .parser import (
     MODEL,
     SEEDS,
     Parser,
+    add_adapter_option,
     add_sampling_options,
     make,
     model_help,
@@ -81,6 +82,7 @@ def parser() -> Parser:
         "--draft_tokens", type=positive_int(64), default=8, help="with --draft: largest number of tokens to guess"
     )
     parser.add_argument("--weights", choices=("int8", "int4"), help="round the weights of the model to 8 or 4 bits")
+    add_adapter_option(parser)
     parser.add_argument("--source", type=str, default=None, metavar="TEXT", help="pairs: the source of one target")
     parser.add_text("--sources", "FILE", "pairs: a file with one source per line")
     parser.add_argument(
@@ -115,6 +117,15 @@ def run(args) -> int:
         return 0
     found = trained.model(args.folder, args.data, ema=args.ema)
     model, name = found.model, found.data
+    adapter = None
+    if args.adapter:
+        from ..finetune import adapted
+
+        if trained.kind(name) == trained.PAIRS or trained.shape(model, name).grid:
+            raise ValueError(f"--adapter requires text; {args.folder} has {name}")
+        adapter = adapted(model, args.adapter)
+        if adapter is not None and args.beams:
+            raise ValueError("--beams cannot start from the states of --adapter; leave one of them out")
     if args.weights:
         from ..models.quantization import quantize
 
@@ -131,7 +142,7 @@ def run(args) -> int:
     shape = trained.shape(model, name)
     if not shape.grid:
         targets.check_beams(args)
-        _text(model, args, options)
+        _text(model, args, options, adapter)
         return 0
     targets.refuse(args, targets.SEARCH, f"requires text or pairs; {name} has images, which are sampled")
     if args.prompt or args.tokens or args.stop:
@@ -214,7 +225,7 @@ def _examples(args, data):
     return data.take(args.complete, chosen), rows * data.length // height
 
 
-def _text(model, args, options) -> None:
+def _text(model, args, options, adapter) -> None:
     import torch
 
     from ..generation.sampling import generate
@@ -237,6 +248,8 @@ def _text(model, args, options) -> None:
         _searched(model, torch.zeros(1, 0, dtype=torch.long) if prompt is None else prompt, steps, args, coder, stop)
         return
     more = {} if stop is None else {"stop": stop}
+    if adapter is not None:
+        more["state"] = adapter.state
     if args.draft:
         from . import trained
 
@@ -263,7 +276,6 @@ def _foreign(args, options) -> None:
     from ..models.sampling import Sampling
     from ..ops.buffers import reuse_pages
     from ..serving import Pool
-    from ..serving.conversation import Conversation
     from . import targets
     from .serve import loaded
 
@@ -272,23 +284,20 @@ def _foreign(args, options) -> None:
     if args.draft not in ("", "prompt-lookup"):
         raise ValueError(f"--draft={args.draft!r} must be prompt-lookup for a model of another library")
     reuse_pages()
-    model, codec, _ = loaded(args.folder, args.stop, args.weights)
+    model, codec, _, adapter = loaded(args.folder, args.stop, args.weights, args.adapter)
     if codec is None:
         raise ValueError(f"{args.folder} has no tokenizer, so it has no text")
-    steps = args.tokens or 256
-    capacity = len(codec.encode(args.prompt)) + steps
-    pool = Pool(model, slots=1, queue=1, capacity=capacity, draft_tokens=args.draft_tokens)
-    talk = Conversation(
-        pool, codec, max_tokens=steps, sampling=Sampling(**options), draft=args.draft or None, template=False
-    )
+    prompt, steps, decoding = codec.encode(args.prompt), args.tokens or 256, codec.decoder()
+    pool = Pool(model, slots=1, queue=1, capacity=len(prompt) + steps, draft_tokens=args.draft_tokens)
+    options = {"sampling": Sampling(**options), "stop": codec.ends, "draft": args.draft or None, "adapter": adapter}
     _write(args.prompt)
     try:
-        for piece in talk.ask(args.prompt):
-            _write(piece)
+        for token in pool.stream(prompt, max_new_tokens=steps, **options):
+            _write(decoding.add(token))
     except KeyboardInterrupt as error:
         _write("\n")
         raise signals.with_text(error, f"interrupted before {steps} tokens") from error
-    _write("\n")
+    _write(decoding.end() + "\n")
 
 
 def _searched(model, prompt, steps: int, args, coder: "_Bytes | _Tokens", stop: int | None) -> None:

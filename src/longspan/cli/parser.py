@@ -229,3 +229,13 @@ def sampling_options(args: Any, temperature: float, seed: int) -> dict[str, Any]
     """Return the options of ``Sampling``, with this temperature where none is given."""
     given = {name: getattr(args, name) for name in DRAWS}
     return given | {"seed": seed, "temperature": temperature if args.temperature is None else args.temperature}
+
+
+def add_adapter_option(parser: Parser) -> None:
+    """Add the option of an adapter."""
+    parser.add_text(
+        "--adapter",
+        "ADAPTER",
+        "what longspan finetune has written for this model: a state adapter, or the folder of an adapter of peft, "
+        "whose changes are added to the weights",
+    )

@@ -5,7 +5,7 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .._utils.optional_deps import need
 from .parser import Parser, make, natural_int, positive_int
@@ -127,7 +127,7 @@ def _serve(args: Any, sockets: list[socket.socket]) -> int:
 
     access = _access(args, sockets)
     reuse_pages()
-    model, codec, grid = loaded(args.model, args.stop, args.weights)
+    model, codec, grid, _ = loaded(args.model, args.stop, args.weights)
     pool = Pool(
         model,
         slots=args.slots,
@@ -188,16 +188,36 @@ def _access(args: Any, sockets: list[socket.socket]) -> Any:
     return access
 
 
-def loaded(source: str, stop: str, weights: str | None = None) -> tuple[Any, Any, tuple[int, ...]]:
-    """Load a model -> it, what turns its tokens into text or None, and the shape of its images or ().
+class Loaded(NamedTuple):
+    """A model, and what belongs to it."""
 
-    ``weights`` rounds its weights, as ``longspan.quantize`` does.
+    model: Any
+    codec: Any
+    """what turns its tokens into text, or None"""
+    grid: tuple[int, ...]
+    """the shape of its images, or ()"""
+    adapter: Any = None
+    """the ``FrozenStates`` from which its sequences start, or None"""
+
+
+def loaded(source: str, stop: str, weights: str | None = None, adapter: str = "") -> Loaded:
+    """Load a model.
+
+    Args:
+        source: As the commands name it.
+        stop: A token of the tokenizer that ends a stream, or "".
+        weights: The kind to which its weights are rounded, as ``longspan.quantize`` does; None leaves them.
+        adapter: What ``longspan finetune`` has written for it, or "".
     """
-    found = _loaded(source, stop)
+    found = Loaded(*_loaded(source, stop))
+    if adapter:
+        from ..finetune import adapted
+
+        found = found._replace(adapter=adapted(found.model, adapter))
     if weights:
         from ..models.quantization import quantize
 
-        quantize(found[0], weights)
+        quantize(found.model, weights)
     return found
 
 

@@ -25,7 +25,7 @@ from ..train.config import TrainConfig, refuse_new_model
 from ..train.evaluate import chosen_examples, default_batch_size, evaluating
 from ..train.objectives import Loss, Objective
 from .completions import Batch, Completions, load
-from .tuned import METHODS, FinetuneConfig, Tuned, can_pack, start_of
+from .tuned import METHODS, FinetuneConfig, Tuned, adapted, can_pack, start_of
 
 __all__ = [
     "METHODS",
@@ -33,6 +33,7 @@ __all__ = [
     "Completions",
     "FinetuneConfig",
     "Tuned",
+    "adapted",
     "can_pack",
     "finetune",
     "load",

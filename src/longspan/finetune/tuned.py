@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from .. import adapt
@@ -24,7 +24,7 @@ from ..models.decoder import Decoder
 from ..modules.quantized import Quantized, QuantizedLinear
 from .completions import IGNORED, Batch
 
-METHODS = {"lora": 3e-4, "full": 2e-5, "state": 1e-2}
+METHODS = {"lora": 3e-4, "full": 2e-5, "state": 0.1}
 """The methods and their default learning rates"""
 DECAYS = {"a_proj", "dt_proj", "gk_proj", "f_proj", "f_a_proj", "f_b_proj", "in_proj_a", "in_proj_ba", "fgate_preact"}
 DECAYS |= {"forget_gate", "w_lora", "w_proj", "dt", "decay", "forget"}
@@ -40,16 +40,17 @@ class FinetuneConfig:
     source: str = ""
     """the model, as it was named"""
     method: str = "lora"
-    """lora: low-rank changes of linear layers | full: all weights | state: the initial states of recurrent layers"""
+    """what is trained: lora, low-rank changes of linear layers | full, all weights | state, the initial states of
+    recurrent layers"""
     targets: str = ""
-    """with lora: the layers, as the ends of their names or patterns, separated by commas; "": all linear layers but the
-    output layer and those of decays"""
+    """with lora: the layers, as the ends of their names or patterns, separated by commas; by default all linear layers
+    but the output layer and those of decays"""
     rank: int = 8
     """with lora: the rank of a change"""
     alpha: int = 16
     """with lora: a change is multiplied by alpha / rank"""
     weights: str = ""
-    """with lora and state: int8 | int4, to which the frozen weights are rounded; "": they stay"""
+    """with lora and state: int8 | int4, to which the frozen weights are rounded; by default they stay"""
     checkpointing: bool = False
     """store only each block's input for the backward"""
 
@@ -58,8 +59,9 @@ class FinetuneConfig:
         known(self.method, METHODS, "method")
         if min(self.rank, self.alpha) < 1:
             raise ValueError(f"rank={self.rank} and alpha={self.alpha} must be at least 1")
-        if self.targets and self.method != "lora":
-            raise ValueError(f"targets={self.targets!r} requires method='lora', not {self.method!r}")
+        for name in () if self.method == "lora" else ("targets", "rank", "alpha"):
+            if (value := getattr(self, name)) != getattr(FinetuneConfig, name):
+                raise ValueError(f"{name}={value!r} requires method='lora', not {self.method!r}")
         if self.weights:
             known(self.weights, quantization.WEIGHTS, "kind of weights")
             if self.method == "full":
@@ -149,33 +151,28 @@ class Tuned(nn.Module):
             self.model.to(inputs.device)
         several = self.packs and bool((segments != segments[:, :1]).any())
         real = targets != IGNORED
-        if self.decoder is not None:
+        if self.decoder is not None or self.config.method == "state":
             reader: Any = self.trained if self.config.method == "state" else self.decoder
             given = {"segments": segments} if several else {}
             found = reader(inputs, targets=targets.masked_fill(~real, 0), **given)
             likelihood = found if isinstance(found, Tensor) else found[0]
             return -likelihood.masked_fill(~real, 0.0).sum()
-        from ..compat.transformers.lazy_logits import LazyLogits
+        from ..compat.transformers.lazy_logits import cross_entropy
         from ..compat.transformers.packing import positions_of
 
         given = {"position_ids": positions_of(segments)} if several else {}
         logits = self.model(input_ids=inputs, use_cache=False, **given).logits
-        if isinstance(logits, LazyLogits):
-            if logits.cap is not None or not logits.bent:
-                return logits.loss(targets, ignore_index=IGNORED, reduction="sum")
-            logits = logits.tensor
-        flat = logits.float().flatten(0, 1)
-        return F.cross_entropy(flat, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return cross_entropy(logits, targets, ignore_index=IGNORED, reduction="sum")
 
     def write(self, folder: Path, merge: bool = False) -> Path:
         """Write the result into a run directory -> its file or folder. With ``merge`` the changes join the weights."""
         method = self.config.method
+        if self.head is not None:
+            del self.head.forward
         if method == "state":
             assert isinstance(self.trained, adapt.InitialStates)
             self.trained.save(folder / "adapter.safetensors")
             return folder / "adapter.safetensors"
-        if self.head is not None:
-            del self.head.forward
         if method == "lora":
             _write_folder(folder / "adapter", partial(self.peft.save_pretrained, save_embedding_layers=False))
             if not merge:
@@ -209,11 +206,7 @@ class Tuned(nn.Module):
         from peft import LoraConfig, get_peft_model
         from peft.tuners.lora import Linear as LoraLinear
 
-        config, model = self.config, self.model
-        if self.decoder is model:
-            from ..compat.transformers import LongspanForCausalLM
-
-            model = LongspanForCausalLM.from_longspan(self.decoder)
+        config, model = self.config, _for_peft(self.model)
         layers = _layers(model, config)
         names = list(layers.chosen)
         lora = LoraConfig(r=config.rank, lora_alpha=config.alpha, target_modules=names, task_type="CAUSAL_LM")
@@ -238,6 +231,52 @@ class Tuned(nn.Module):
             # Its name in the next version of transformers is another one.
             warnings.simplefilter("ignore", FutureWarning)
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def adapted(model: Any, path: str | os.PathLike[str]) -> adapt.FrozenStates | None:
+    """Give a model in evaluation mode what a fine-tuning has written for it.
+
+    Args:
+        model: As for ``Tuned``.
+        path: The file of a state adapter, or the folder of an adapter of peft, whose changes are added to the weights.
+
+    Returns:
+        The states from which sequences start; None for a folder.
+
+    Raises:
+        ImportError: peft is not installed, which folders need.
+        ValueError: There is no adapter, or it is damaged or one of another model.
+    """
+    path, inner = Path(path), getattr(model, "decoder", model)
+    if not path.is_dir():
+        return adapt.load(path, inner).frozen(path.name.removesuffix(".safetensors"))
+    if not (path / "adapter_config.json").is_file():
+        raise ValueError(f"{path} is not the folder of an adapter: it has no adapter_config.json")
+    need(f"the adapter in {path}", "peft", "transformers")
+    from peft import PeftModel, get_peft_model_state_dict
+    from peft.utils import load_peft_weights
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what is missing is an error below
+            found = PeftModel.from_pretrained(_for_peft(model), path)
+            given = load_peft_weights(str(path), device="cpu")
+        if odd := sorted(given.keys() ^ get_peft_model_state_dict(found).keys()):
+            raise ValueError(f"only one of them has {odd[0]}")
+    except (ValueError, RuntimeError, KeyError, TypeError, OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{path} is damaged, or the adapter of another model: {reason}") from error
+    found.merge_and_unload()
+    return None
+
+
+def _for_peft(model: Any) -> Any:
+    """Return a model with the interface of transformers, which shares its weights."""
+    if not isinstance(model, Decoder):
+        return model
+    from ..compat.transformers import LongspanForCausalLM
+
+    return LongspanForCausalLM.from_longspan(model)
 
 
 def start_of(model: Any) -> int | None:

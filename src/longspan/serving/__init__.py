@@ -1,7 +1,7 @@
 """Continuous batching: many streams of one model, each with a state of its own in a preallocated pool."""
 
+from ..compat.servable import Servable
 from ..models.sampling import Sampling
-from .adapters import Servable
 from .conversation import Conversation
 from .pool import Full, Pool, Stream
 from .prefix_cache import PrefixCache

@@ -5,6 +5,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .constraint import of_schema
 from .requests import (
     FIELDS,
     MOST_TOP,
@@ -56,7 +57,25 @@ CHAT_FIELDS: dict[str, dict[str, Any]] = {
         "default": False,
         "description": "Continue the last message instead of answering it.",
     },
-    "response_format": {"enum": [None, {"type": "text"}]},
+    "response_format": {
+        "oneOf": [
+            {"type": "null"},
+            {"type": "object", "properties": {"type": {"enum": ["text", "json_object"]}}, "required": ["type"]},
+            {
+                "type": "object",
+                "properties": {
+                    "type": {"const": "json_schema"},
+                    "json_schema": {
+                        "type": "object",
+                        "properties": {"schema": {"type": "object"}},
+                        "required": ["schema"],
+                    },
+                },
+                "required": ["type", "json_schema"],
+            },
+        ],
+        "description": "Answer in JSON: any object, or one of a JSON Schema.",
+    },
 }
 
 
@@ -191,13 +210,40 @@ def chat(body: Any, *, template: Template, model: str, codec: Any, vocab: int, m
         "logprobs": _logprobs(body, known["top_logprobs"]),
     }
     checked = completion(passed, model=model, codec=codec, vocab=vocab, max_tokens=max_tokens)
+    marks = template.marks
+    opened = marks is not None and text.rstrip().endswith(marks[0])
     ends = (*codec.ends, *(set(template.ends) - set(codec.ends)))
     checked = replace(checked, ends=ends, fits=most is None)
+    if (schema := _schema(body.get("response_format"))) is not None:
+        if extends:
+            raise RequestError("response_format cannot be combined with continue_final_message", "response_format")
+        after = marks[1] if marks and opened else ""
+        try:
+            limit = of_schema(schema, codec, vocab=vocab, ends=ends, after=after)
+        except (ImportError, ValueError) as error:
+            raise RequestError(f"response_format is refused: {error}", "response_format") from error
+        checked = replace(checked, constraint=limit)
     if session:
         after = _encoded(codec, template.render_more(messages, **options))
         checked = replace(checked, later=tuple(after), ends_turns=True)
-    marks = template.marks
-    return Chat(checked, marks, marks is not None and text.rstrip().endswith(marks[0]))
+    return Chat(checked, marks, opened)
+
+
+def _schema(given: Any) -> dict[str, Any] | None:
+    """Return the JSON Schema of a ``response_format``; None for text."""
+    kind = given.get("type") if isinstance(given, dict) else given
+    if kind in (None, "text") and not (isinstance(given, dict) and kind is None):
+        return None
+    if kind == "json_object":
+        return {"type": "object"}
+    named = given.get("json_schema") if isinstance(given, dict) and kind == "json_schema" else None
+    if isinstance(named, dict) and isinstance(schema := named.get("schema"), dict):
+        return schema
+    raise RequestError(
+        f"response_format={short(given)} must have the type text, json_object, or json_schema with json_schema.schema, "
+        "an object",
+        "response_format",
+    )
 
 
 def _encoded(codec: Any, text: str) -> list[int]:

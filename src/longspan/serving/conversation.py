@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from .. import states
+from ..adapt import FrozenStates
 from ..models.sampling import Sampling
 from .chat import Template
 from .pool import Pool
@@ -26,7 +27,7 @@ class Conversation:
         max_tokens: The most tokens of an answer.
         sampling: How tokens are drawn; each turn adds 1 to the seed.
         draft: How tokens are drafted, None for not at all.
-        template: Whether to use the model's chat template if it has one.
+        adapter: The state adapter from which the chat starts.
 
     Raises:
         ValueError: For a system message without a template, and drafts that the model does not support.
@@ -41,13 +42,13 @@ class Conversation:
         max_tokens: int = 512,
         sampling: Sampling | None = None,
         draft: Literal["prompt-lookup"] | None = None,
-        template: bool = True,
+        adapter: FrozenStates | None = None,
     ):
         self.pool, self.codec, self.system, self.max_tokens = pool, codec, system, max_tokens
         self.draft: Literal["prompt-lookup"] | None = draft
-        self.template: Template | None = getattr(codec, "template", None) if template else None
-        self.sampling = sampling or Sampling()
-        self.session, self.turns = Session(), list[Session]()
+        self.template: Template | None = getattr(codec, "template", None)
+        self.sampling, self.adapter = sampling or Sampling(), adapter
+        self.reset()
         if system and self.template is None:
             raise ValueError("a system message requires a model with a chat template")
         if draft and (reason := pool.why_not_draft()):
@@ -74,6 +75,7 @@ class Conversation:
             unread,
             state=before.state,
             history=before.history,
+            adapter=self.adapter,
             keep_state=True,
             max_new_tokens=int(max(1, min(self.max_tokens, room))),
             sampling=replace(self.sampling, seed=self.sampling.seed + len(self.turns)),
@@ -123,7 +125,7 @@ class Conversation:
 
     def reset(self) -> None:
         """Begin anew."""
-        self.session, self.turns = Session(), []
+        self.session, self.turns = Session(adapter=self.adapter.key if self.adapter else ""), list[Session]()
 
     def save(self, path: Path) -> None:
         """Write the session to a file. In the folder of a server's sessions, as ID.safetensors, it is one of these.
@@ -141,10 +143,13 @@ class Conversation:
         """Go on with a session from a file, such as one of a server.
 
         Raises:
-            ValueError: The file is damaged, belongs to another model, or began from a state adapter.
+            ValueError: The file is damaged, belongs to another model, or began from another state adapter.
         """
         session = open_session(path, self.pool.model, self.pool.vocab, model_digest(self.pool.model))
-        if session.adapter:
-            raise ValueError(f"{str(path)!r} is a session of adapter {session.adapter}, which only a server continues")
+        # The name of a file may differ from that in a server.
+        name, _, began = session.adapter.partition("@")
+        if began != (self.adapter.sha256 if self.adapter else ""):
+            how = f"of adapter {name!r} with sha256 {began}" if began else "without a state adapter"
+            raise ValueError(f"{str(path)!r} is a session {how}, and this chat has {self.session.adapter or 'none'}")
         self.turns.append(self.session)
         self.session = session

@@ -8,9 +8,9 @@ from typing import Any
 from .._utils.optional_deps import need
 from .._utils.typecheck import format_value
 from ..compat import gguf
+from ..compat.servable import why_not_type
 from ..data import tokenization
 from ..models import pretrained
-from .adapters import why_not_type
 from .chat import Template
 from .text import Bytes, Words
 from .tokenized import Tokenized
@@ -91,12 +91,11 @@ def load_model(source: str) -> tuple[Any, dict[str, str]]:
     """
     need(f"the model in {source}", "transformers")
     folder, config = Path(source), _config(Path(source))
-    found = {"tokenizer": _tokenizer(folder)}
-    for name in ("tokenizer_config.json", "chat_template.jinja"):
-        if (folder / name).is_file():
-            text = (folder / name).read_text(encoding="utf-8")
-            found["template"] = text if name.endswith("jinja") else json.loads(text).get("chat_template")
-    texts = {name: text for name, text in found.items() if text and isinstance(text, str)}
+    texts = {}
+    if content := _tokenizer(folder):
+        texts["tokenizer"], template = content, Template.of_folder(folder)
+        if template is not None and isinstance(text := template.tokenizer.chat_template, str):
+            texts["template"] = text
     return _builder(source, config.get("model_type"))().eval(), texts
 
 

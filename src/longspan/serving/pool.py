@@ -1,5 +1,6 @@
 """A pool of slots: each decode step advances all live streams, which come and go between steps."""
 
+import hashlib
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,6 +13,7 @@ from .. import states
 from .._utils.typecheck import as_int, check_type, format_value
 from ..adapt import FrozenStates
 from ..attention.base import Attention
+from ..compat.servable import Servable, servable
 from ..generation import drafting
 from ..generation.drafting import PROMPT_LOOKUP
 from ..generation.native_decoder import Engine
@@ -19,7 +21,7 @@ from ..generation.sampling import afford_rows
 from ..models.decoder import Decoder, DecoderState
 from ..models.sampling import Sampling
 from ..states.utils import check_like, grow_capacity
-from .adapters import Servable, servable
+from .constraint import Constraint
 from .prefix_cache import PrefixCache
 from .reader import Prompt, Reader
 from .rows import Rows
@@ -180,6 +182,7 @@ class Pool:
         top: int = 0,
         score_prompt: bool = False,
         draft: Literal["prompt-lookup"] | None = None,
+        constraint: Callable[[], Constraint] | None = None,
         listener: Callable[[Stream, int | None], None] | None = None,
     ) -> list[Stream]:
         """Queue a prompt.
@@ -202,6 +205,9 @@ class Pool:
             draft: Read several tokens in one step where the text repeats what stood before. The tokens are the same, to
                 the bit; the number of drafted ones follows that of accepted ones. Requires a model that the native
                 decoder supports.
+            constraint: Makes an object for each stream: its ``allowed()`` returns which tokens may come next, (V,) bool
+                or None for all, and ``add(token)`` notes the one that was drawn. Recorded log-probabilities are those
+                of the model. None allows all tokens.
             listener: Called from ``step`` with each token of a stream, and with None at its end. An error that it
                 raises ends its stream.
 
@@ -239,8 +245,8 @@ class Pool:
             raise ValueError("this model has no start token; a prompt needs at least one token")
         if not isinstance(adapter, FrozenStates | None):
             raise ValueError(f"adapter must be InitialStates.frozen() or None, not {type(adapter).__name__}")
-        if adapter is not None and (not start or self._tokens_read(adapter.state, "adapter")):
-            raise ValueError("adapter needs a model with a start token, and a state before it")
+        if adapter is not None and self._tokens_read(adapter.state, "adapter"):
+            raise ValueError("adapter must have a state before the first token")
         before = 0 if state is None else self._tokens_read(state)
         known = None if history is None else (*start, *_check_tokens("history", history, self.vocab))
         if known is not None and (state is None or len(known) != before):
@@ -259,6 +265,9 @@ class Pool:
         with torch.no_grad():
             # Of one kind, so that prompts after a state and others are read in one call.
             own = None if state is None else self._rows.slotted(states.clone(state))
+        if constraint is not None:
+            for stream in streams:
+                stream.constraint = constraint()
         for stream in streams[1:]:
             stream.prompt_log_probs = streams[0].prompt_log_probs
             stream.prompt_top_log_probs = streams[0].prompt_top_log_probs
@@ -269,8 +278,8 @@ class Pool:
         if self.prefixes.limit and (state is None or known is not None):
             path = array("q", (*(known or ()), *tokens))
             if adapter is not None:
-                # In place of the start token, so that no state of another adapter has the same tokens.
-                path[0] = -1 - int(adapter.sha256[:15], 16)
+                # In place of the first token, so that no state of another adapter has the same tokens.
+                path[0] = -1 - int(hashlib.sha256(f"{adapter.sha256} {path[0]}".encode()).hexdigest()[:15], 16)
         for stream in streams:
             stream.path, stream.kept = path, len(tokens) + before
         first = None if adapter is None else adapter.state

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from .. import states
+from ..compat.servable import with_all_outputs
 from ..models.decoder import DecoderState
-from .adapters import with_all_outputs
 from .prefix_cache import PrefixCache
 from .rows import Rows
 from .streams import Stream, end, error_text

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ..generation.drafting import PROMPT_LOOKUP
 from ..models.sampling import OPTIONS, Sampling
+from .constraint import Constraint
 from .sessions import ID
 from .text import retold
 
@@ -215,7 +216,10 @@ class Completion:
     """how tokens are drafted"""
 
     ends: tuple[int, ...] = ()
-    """tokens that end the completion, where they are not those of the model's text"""
+    """tokens that end the completion"""
+
+    constraint: Callable[[], Constraint] | None = None
+    """makes what each stream may draw; None for all tokens"""
 
     ends_turns: bool = False
     """whether ``later`` begins with what ends the answer before it"""
@@ -313,6 +317,7 @@ def completion(body: Any, *, model: str, codec: Any, vocab: int, max_tokens: int
         session or "",
         tuple(later),
         PROMPT_LOOKUP if draft == PROMPT_LOOKUP else None,
+        tuple(codec.ends) if codec else (),
         adapter=adapter,
     )
     count = sum(map(len, prompts)) * checked.n * (1 + (checked.logprobs or 0))

@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .. import states
+from ..compat.servable import Servable
 from ..generation.native_decoder import Engine
 from ..models.decoder import Decoder, DecoderState
 from ..ops.backends import forced_backend
-from .adapters import Servable
 from .prefix_cache import PrefixCache
 from .sampler import sample
 from .streams import Drawn, Reason, Stream, add_token, end, error_text
@@ -249,9 +249,13 @@ class Rows:
             return [drawn for one in alone for drawn in one]
 
     def _draw(self, outputs: Tensor, streams: list[Stream]) -> list[Drawn]:
-        scores = self.model.likelihood.log_probs(outputs)
+        scores = allowed = self.model.likelihood.log_probs(outputs)
+        for row, stream in enumerate(streams):
+            if stream.constraint is not None and (tokens := stream.constraint.allowed()) is not None:
+                allowed = scores.clone() if allowed is scores else allowed
+                allowed[row].masked_fill_(~tokens.to(scores.device), -torch.inf)
         positions = torch.tensor([len(stream.tokens) for stream in streams], device=outputs.device)
-        tokens = sample(scores, [stream.sampling for stream in streams], positions)
+        tokens = sample(allowed, [stream.sampling for stream in streams], positions)
         values = scores.gather(-1, tokens[:, None])[:, 0].tolist()
         tops: list[dict[int, float]] = [{} for _ in streams]
         for row, stream in enumerate(streams):

@@ -19,15 +19,13 @@ from torch import Tensor
 
 from .. import states
 from .._utils import atomic_io, locks
+from ..compat.servable import ForeignModel, Servable
 from ..models.decoder import Decoder, DecoderState
 from ..states.utils import grow_capacity
-from .adapters import FlaModel, Servable, TransformersModel
 from .pool import Pool
 
 ID = re.compile(r"sess-[0-9a-f]{32}")
 END = ".safetensors"
-# Entries of a config that no output depends on: where the model was loaded from, and what its weights tell.
-UNCOMPUTED = ("_name_or_path", "architectures", "dtype", "transformers_version")
 OVERHEAD = 4096  # bytes that are counted for each session in addition, for its file and its entry
 
 
@@ -467,9 +465,8 @@ def model_digest(model: Any) -> str:
 
 def _described(model: Any) -> tuple[dict[str, Any], Any]:
     """A model's config, and the module with its weights."""
-    if isinstance(model, FlaModel | TransformersModel):
-        config = model.model.config.to_dict()
-        return {name: value for name, value in config.items() if name not in UNCOMPUTED}, model.model
+    if isinstance(model, ForeignModel):
+        return model.facts, model.model
     if isinstance(model, Decoder):
         return dataclasses.asdict(model.config), model
     raise ValueError(

@@ -48,7 +48,7 @@ class StateAdapters:
 
     def _read(self, name: str) -> FrozenStates:
         assert self.folder is not None
-        return adapt.load(self.folder / f"{name}{END}", self.model).frozen()
+        return adapt.load(self.folder / f"{name}{END}", self.model).frozen(name)
 
     def entries(self) -> list[dict[str, Any]]:
         """Return what is known of each adapter."""
@@ -78,9 +78,9 @@ class StateAdapters:
         return found
 
     def key(self, name: str) -> str:
-        """Return what a session keeps of its adapter: its name and its sha256; "" for none."""
+        """Return what a session keeps of its adapter; "" for none."""
         found = self.get(name)
-        return "" if found is None else f"{name}@{found.sha256}"
+        return "" if found is None else found.key
 
     def of_session(self, key: str) -> FrozenStates | None:
         """Return the adapter of a session; None for one without.
@@ -90,7 +90,7 @@ class StateAdapters:
         """
         name, _, sha256 = key.partition("@")
         found = self._loaded.get(name)
-        if key and (found is None or found.sha256 != sha256):
+        if key and (found is None or found.key != key):
             raise SessionError(
                 f"the session belongs to adapter {name!r} with sha256 {sha256}, which is not loaded", "other_adapter"
             )

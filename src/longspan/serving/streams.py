@@ -8,6 +8,7 @@ from typing import Literal
 from ..generation.drafting import Lookup, Pace
 from ..models.decoder import DecoderState
 from ..models.sampling import Sampling
+from .constraint import Constraint
 
 Reason = Literal["stop", "length", "cancelled", "error"]
 
@@ -69,6 +70,8 @@ class Stream:
     """with ``keep_state=True``, the state at the end, one row, which has read all tokens but the last; set
     before the listener is called with None"""
     cancelled: bool = False
+    constraint: Constraint | None = None
+    """which tokens may be drawn; None: all"""
     speculation: Speculation | None = None  # None without drafts
     path: array | None = None  # all tokens before those drawn; None if no state of the stream goes to the prefix cache
     kept: int = 0  # tokens before its last state there
@@ -97,6 +100,8 @@ def add_token(stream: Stream, drawn: Drawn | Exception) -> tuple[int, Reason | N
         return 0, "error", "the model's outputs are not numbers"
     stream.tokens.append(token)
     stream.log_probs.append(value)
+    if stream.constraint is not None:
+        stream.constraint.add(token)
     if stream.top:
         stream.top_log_probs.append(top)
     if error := _call_listener(stream, token):

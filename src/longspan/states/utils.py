@@ -155,11 +155,11 @@ def join(states: Sequence[S]) -> S:
     if len(kinds) > 1:
         raise ValueError(f"join needs states of one mechanism or stack, not {' and '.join(sorted(kinds))}")
     check_stored("the state", *(t for state in states for t in pytree.tree_leaves(state)))
-    named = [_named(state) for state in states]
+    each = [named(state) for state in states]
     axes = {
         f"{name}.{field}": axis for name, fields in _parts(states[0]) for field, axis in _token_axes(fields).items()
     }
-    leaves = [_joined(name, [leaves[name] for leaves in named], axes.get(name)) for name in named[0]]
+    leaves = [_joined(name, [leaves[name] for leaves in each], axes.get(name)) for name in each[0]]
     return pytree.tree_unflatten(leaves, pytree.tree_structure(states[0]))
 
 
@@ -210,7 +210,7 @@ def put(state: S, rows: Tensor | Sequence[int], source: S) -> S:
         raise ValueError(f"put needs states of one mechanism or stack, not {_shape(state)} and {_shape(source)}")
     index = _row_numbers(rows)
     wanted = index.tolist()
-    into, given = _named(state), _named(source)
+    into, given = named(state), named(source)
     check_stored("the state", *into.values(), *given.values())
     count = len(next(iter(into.values()))) if into else 0
     if wanted and not -count <= min(wanted) <= max(wanted) < count:
@@ -311,7 +311,7 @@ def nbytes(state: Any) -> int:
 
 def check_values(state: Any) -> None:
     """Raise ValueError for impossible counters: not int64, negative, or a length beyond the slots."""
-    leaves = _named(state)
+    leaves = named(state)
     _refuse_meta(leaves)
     for name, leaf in leaves.items():
         plain = leaf.is_floating_point() or leaf.dtype == torch.bool
@@ -352,7 +352,7 @@ def save(state: Any, path: str | os.PathLike[str], metadata: Mapping[str, str] |
         True
     """
     _require_ordinary("save", state)
-    path, leaves = atomic_io.check(Path(path)), _named(state)
+    path, leaves = atomic_io.check(Path(path)), named(state)
     _refuse_meta(leaves)
     check_stored("the state", *leaves.values())
     leaves = {name: t.detach().cpu().contiguous().clone() for name, t in leaves.items()}
@@ -423,7 +423,7 @@ def load(path: str | os.PathLike[str], like: S) -> S:
         True
     """
     _require_ordinary("load", like)
-    path, wanted = atomic_io.check(Path(path)), _named(like)
+    path, wanted = atomic_io.check(Path(path)), named(like)
     _refuse_meta(wanted)
     with _readable(path):
         # In one piece: safe_open opens the file by its name again, which may be that of a newer one by then.
@@ -453,14 +453,14 @@ def check_like(state: Any, like: Any) -> None:
     kinds = {pytree.tree_structure(one) for one in (state, like)}
     if len(kinds) > 1 or not all(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(state)):
         raise ValueError(f"it is not a {type(like).__name__} of this mechanism or stack")
-    _check_fit(_named(state), like)
+    _check_fit(named(state), like)
     check_values(state)
 
 
 def _check_fit(leaves: dict[str, Tensor], like: Any) -> None:
     grown = {f"{name}.{field}": axis for name, fields in _parts(like) for field, axis in _token_axes(fields).items()}
     (first, rows), *_ = ((name, leaf.shape[:1]) for name, leaf in leaves.items())
-    for (name, leaf), wanted in zip(leaves.items(), _named(like).values(), strict=True):
+    for (name, leaf), wanted in zip(leaves.items(), named(like).values(), strict=True):
         # As in arguments.check_state, a dimension that starts at zero grows.
         free = {0, grown.get(name, 0)} | {axis for axis, size in enumerate(wanted.shape) if not size}
         fits = leaf.dim() == wanted.dim() and all(
@@ -492,11 +492,11 @@ def _digest(leaves: dict[str, Tensor], metadata: dict[str, str] | None = None) -
     return digest.hexdigest()
 
 
-def _named(state: Any, name: str = "state") -> dict[str, Tensor]:
+def named(state: Any, name: str = "state") -> dict[str, Tensor]:
     """Leaves by name, such as ``state.layers.0.sums``, in the order of the tree."""
     if isinstance(state, Tensor):
         return {name: state}
-    return {n: t for field, part in _fields(state).items() for n, t in _named(part, f"{name}.{field}").items()}
+    return {n: t for field, part in _fields(state).items() for n, t in named(part, f"{name}.{field}").items()}
 
 
 def _fields(state: Any) -> dict[str, Any]:

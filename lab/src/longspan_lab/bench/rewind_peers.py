@@ -13,9 +13,9 @@ import torch
 
 from longspan import states
 from longspan.compat import gguf
+from longspan.compat.servable import servable
 from longspan.compat.transformers import accelerate
 from longspan.models.sampling import Sampling
-from longspan.serving.adapters import servable
 from longspan.serving.pool import Pool
 
 SIZES: dict[str, Any] = {

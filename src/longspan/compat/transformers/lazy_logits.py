@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ...modules.quantized import QuantizedLinear
 from ...ops.cross_entropy import linear_cross_entropy
+from ...ops.tensors import upcast_half
 
 
 class LazyLogits:
@@ -110,6 +111,15 @@ def forward(head: Any, hidden: Tensor) -> Any:
     """Replace the ``forward`` of an output layer: in training its logits are lazy."""
     lazy = head.training and torch.is_grad_enabled() and not torch.compiler.is_compiling()
     return LazyLogits(hidden, head) if lazy else type(head).forward(head, hidden)
+
+
+def cross_entropy(logits: Any, labels: Tensor, **options: Any) -> Tensor:
+    """Return ``F.cross_entropy`` of logits (B,N,V), lazy or not, and labels (B,N); (B,N) with ``reduction="none"``."""
+    if isinstance(logits, LazyLogits):
+        if logits.cap is not None or not logits.bent:
+            return logits.loss(labels, **options)
+        logits = logits.tensor
+    return nn.functional.cross_entropy(upcast_half(logits).movedim(-1, 1), labels, **options)
 
 
 def loss(usual: Callable[..., Tensor], logits: Any, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:

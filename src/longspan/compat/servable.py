@@ -1,7 +1,7 @@
-"""What a pool needs of a model, and adapters for models of transformers and of flash-linear-attention.
+"""What pools and state adapters need of a model, for those of transformers and of flash-linear-attention too.
 
-An adapter's state is a ``DecoderState``, as that of a decoder: rows in the first dimension of every tensor, and KV
-caches with a length for each row. So the pool's slots, prefix cache and saved states work for it too.
+The state of such a model is a ``DecoderState``, as that of a decoder: rows in the first dimension of every tensor, and
+KV caches with a length for each row. So the pool's slots, prefix cache and saved states work for it too.
 """
 
 import copy
@@ -18,8 +18,26 @@ from .. import states
 from ..models.decoder import Decoder, DecoderState
 from ..models.likelihood import Categorical, Likelihood
 from ..models.seq2seq import Seq2Seq
+from ..ops.arguments import check_mask
 from ..states import kv_cache
 from ..states.kv_cache import KeyValues
+
+# Entries of a config that no output depends on: where the model was loaded from, and what its weights tell.
+UNCOMPUTED = ("_name_or_path", "architectures", "dtype", "transformers_version")
+# Fields of states that have no initial value to train, by the type of the model; in all, counters and KV caches.
+FIXED = {
+    "": ("keys", "values", "length", "position"),
+    # Sums are relative to a total, or belong to a span, that does not exist before the first token.
+    "lightnet": ("sums", "total"),
+    "log_linear_mamba2": ("sums", "count"),
+    "rwkv": ("sums.2", "sums.3", "sums.4"),
+    # The last token is read together with the next one, at an angle.
+    "mamba3": ("key", "value", "angle"),
+    # A norm removes what the sum of the keys divides by, and exponents scale both sums.
+    "xlstm": ("sums.1", "sums.2"),
+    # Its first token clears them.
+    "recurrent_gemma": ("sums.0",),
+}
 
 
 @runtime_checkable
@@ -74,7 +92,7 @@ class Servable(Protocol):
 
 
 def servable(model: Any) -> Servable:
-    """Return a model as a pool needs it.
+    """Return a model as pools and state adapters need it.
 
     Args:
         model: A ``Decoder``, a ``LongspanForCausalLM``, a model of ``longspan.compat.fla.load``, one of transformers
@@ -98,7 +116,7 @@ def servable(model: Any) -> Servable:
     if isinstance(model, Servable) and not isinstance(model, Seq2Seq):
         return model
     raise ValueError(
-        f"a pool needs a Decoder, a LongspanForCausalLM, a causal language model of flash-linear-attention or "
+        f"the model must be a Decoder, a LongspanForCausalLM, a causal language model of flash-linear-attention or "
         f"transformers, or a longspan.serving.Servable, not {type(model).__name__}"
     )
 
@@ -108,10 +126,11 @@ def with_all_outputs(model: Servable) -> Servable:
     return model.with_all_outputs() if isinstance(model, TransformersModel) else model
 
 
-class Adapter:
-    """A model of another library for a pool, without a start token."""
+class ForeignModel:
+    """A model of another library, without a start token."""
 
     model: Any
+    likelihood: Likelihood
     start = None
 
     @property
@@ -124,8 +143,64 @@ class Adapter:
         """The device of the weights."""
         return self.model.device
 
+    def init_state(self, batch: int, capacity: int | None = None) -> DecoderState:
+        """Return the state before the first token; see ``Servable``."""
+        raise NotImplementedError
 
-class FlaModel(Adapter):
+    @property
+    def kind(self) -> str:
+        """The type of the model, such as ``mamba2``."""
+        return self.model.config.model_type
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The entries of its config on which its outputs depend."""
+        return {name: value for name, value in self.model.config.to_dict().items() if name not in UNCOMPUTED}
+
+    def learns(self, field: str) -> bool:
+        """Return whether a field of a layer's state, such as ``0.sums.0``, has an initial value to train."""
+        fixed = (*FIXED[""], *FIXED.get(self.kind, ()))
+        return not f".{field}".endswith(tuple(f".{name}" for name in fixed))
+
+    def read(
+        self, tokens: Tensor, state: DecoderState, *, mask: Tensor | None = None, targets: Tensor | None = None
+    ) -> Tensor:
+        """Read whole sequences after a state before their first token, with gradients.
+
+        Args:
+            tokens: (B,N) int64.
+            state: The state before them.
+            mask: (B,N) bool, True on real tokens; padding may be anywhere.
+            targets: (B,N) int64. The result is then the log-probability of each in nats.
+
+        Returns:
+            Outputs (B,N,size), or log-probabilities (B,N).
+
+        Raises:
+            ValueError: For a mask or targets of another type or shape.
+        """
+        if targets is not None:
+            self.likelihood.check_targets(targets, tuple(tokens.shape))
+        if mask is not None:
+            check_mask("mask", mask, tuple(tokens.shape))
+            # Real tokens first: what comes after them changes none of their outputs.
+            order = (~mask).int().argsort(dim=1, stable=True)
+            given = None if targets is None else targets.gather(1, order)
+            found = self.read(tokens.gather(1, order), state, targets=given)
+            return found[torch.arange(len(tokens))[:, None], order.argsort(1)]
+        outputs = self._outputs(tokens, state)
+        if targets is not None:
+            from .transformers.lazy_logits import cross_entropy
+
+            return -cross_entropy(outputs, targets, reduction="none")
+        return getattr(outputs, "tensor", outputs)  # of lazy logits
+
+    def _outputs(self, tokens: Tensor, state: DecoderState) -> Any:
+        """Return the logits, which may be lazy."""
+        raise NotImplementedError
+
+
+class FlaModel(ForeignModel):
     """A model of ``longspan.compat.fla.load`` for a pool. Its layers have states of ours.
 
     Args:
@@ -146,12 +221,15 @@ class FlaModel(Adapter):
         self, tokens: Tensor, state: DecoderState, *, mask: Tensor | None = None, donate: bool = False
     ) -> tuple[Tensor, DecoderState]:
         """Read tokens after a state; see ``Servable``."""
-        from ..compat.fla.models.mixer import Call
+        from .fla.models.mixer import Call
 
         body = self.model.model
         hidden, layers = body(body.embeddings(tokens), list(state.layers), Call(mask, None, donate))
         count = tokens.shape[1] if mask is None else mask.sum(1)
         return self.model.lm_head(hidden), DecoderState(state.position + count, tuple(layers))
+
+    def _outputs(self, tokens: Tensor, state: DecoderState) -> Any:
+        return self(tokens, state)[0]
 
 
 def _with_slots(layers: Any, capacity: int) -> Any:
@@ -166,10 +244,10 @@ def _with_slots(layers: Any, capacity: int) -> Any:
 
 
 def _rows_like(t: Tensor, batch: int) -> Tensor:
-    """Return zeros (B,...) with dimensions in memory in the order of ``t`` (1,...): steps of some kernels need it."""
+    """Return rows (B,...) of ``t`` (1,...), with dimensions in memory in its order: steps of some kernels need it."""
     order = [0, *sorted(range(1, t.ndim), key=lambda i: -t.stride(i))]
     sizes = [batch, *(t.shape[i] for i in order[1:])]
-    return t.new_zeros(sizes).permute([order.index(i) for i in range(t.ndim)])
+    return t.new_empty(sizes).permute([order.index(i) for i in range(t.ndim)]).copy_(t)
 
 
 class Recurrent(NamedTuple):
@@ -179,7 +257,7 @@ class Recurrent(NamedTuple):
     sums: tuple[Tensor, ...]  # recurrent states, (B,...)
 
 
-class TransformersModel(Adapter):
+class TransformersModel(ForeignModel):
     """A model of transformers for a pool, under ``longspan.compat.transformers.accelerate()``.
 
     Decode steps advance all rows in one call, as ``generate`` does with left padding. Recurrent layers of transformers
@@ -213,7 +291,7 @@ class TransformersModel(Adapter):
         if odd := self._mapping.odd(cache):
             raise ValueError(f"a pool cannot serve {type(model).__name__}: {odd}")
         self.likelihood = Categorical(outputs.shape[-1])
-        self._layers = _with_slots(pytree.tree_map(torch.zeros_like, layers), 0)
+        self._layers = _with_slots(self._mapping.begin(pytree.tree_map(torch.zeros_like, layers)), 0)
         self.attends = any(isinstance(part, KeyValues) for part in _caches(self._layers))
 
     def init_state(self, batch: int, capacity: int | None = None) -> DecoderState:
@@ -250,12 +328,8 @@ class TransformersModel(Adapter):
     def _equal(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState]:
         """Read the tokens (B,N) of rows at the same position -> the outputs of the last or of all, the state."""
         before, n = int(state.position[0]), tokens.shape[1]
-        if before:
-            cache = self._mapping.cache(state.layers, state.position)
-        else:
-            cache = self._mapping.fresh()
         places = torch.arange(before, before + n).expand(len(tokens), -1)
-        outputs, cache = self._forward(tokens, cache, places, None)
+        outputs, cache = self._forward(tokens, self._mapping.cache(state.layers, state.position), places, None)
         layers = _extended(state.layers, self._mapping.layers(cache), state.position, n)
         return outputs, DecoderState(state.position + n, layers)
 
@@ -275,12 +349,17 @@ class TransformersModel(Adapter):
         layers = _extended(state.layers, self._mapping.layers(cache), lengths, 1)
         return outputs, DecoderState(lengths + 1, layers)
 
-    def _forward(self, tokens: Tensor, cache: Any, places: Tensor, mask: Tensor | None) -> tuple[Tensor, Any]:
+    def _outputs(self, tokens: Tensor, state: DecoderState) -> Any:
+        places, cache = torch.arange(tokens.shape[1]), self._mapping.cache(state.layers, state.position)
+        return self.with_all_outputs()._forward(tokens, cache, places.expand(len(tokens), -1), None)[0]
+
+    def _forward(self, tokens: Tensor, cache: Any, places: Tensor, mask: Tensor | None) -> tuple[Any, Any]:
         """Call the model -> the outputs (B,N,size) of the last token or of all, and the cache."""
         given = {"position_ids": places.long(), "attention_mask": mask, "logits_to_keep": self._last}
         options = {name: value for name, value in given.items() if name in self._named}
         found = self.model(tokens, use_cache=True, **{self._cache: cache}, **options)
-        return found.logits[:, -self._last :], found.get(self._cache) if cache is None else cache
+        logits = found.logits[:, -self._last :] if self._last else found.logits
+        return logits, found.get(self._cache) if cache is None else cache
 
 
 def _widened(outputs: Tensor, n: int) -> Tensor:
@@ -292,7 +371,7 @@ def _widened(outputs: Tensor, n: int) -> Tensor:
 
 def why_not(model: Any) -> str:
     """Return why a model of transformers cannot be served before its cache is looked at; "" if it can."""
-    from ..compat.transformers import record
+    from .transformers import record
 
     kind = type(model).__module__.rpartition(".")[2].removeprefix("modeling_")
     if reason := why_not_type(kind):
@@ -311,7 +390,7 @@ def why_not(model: Any) -> str:
 
 def why_not_type(kind: str) -> str:
     """Return why models of transformers of a type, such as ``mamba2``, cannot be served; "" if they can."""
-    from ..compat.transformers import models, record
+    from .transformers import models, record
 
     if kind in models.UNSERVED:
         return models.UNSERVED[kind]
@@ -379,6 +458,10 @@ class _Mapping:
     def layers(self, cache: Any) -> tuple:
         """Return the states of all layers."""
         raise NotImplementedError
+
+    def begin(self, layers: tuple) -> tuple:
+        """Return the states of all layers before the first token, from zeros."""
+        return layers
 
     def cache(self, layers: tuple, lengths: Tensor) -> Any:
         """Return a cache with these states, after (B,) tokens."""
@@ -464,7 +547,7 @@ class _Dynamic(_Mapping):
         return f"it keeps a KV cache of the kind {others[0]}, which cannot be aligned by rows" if others else ""
 
     def step(self, tokens: Tensor, state: DecoderState) -> tuple[Tensor, DecoderState] | None:
-        from ..compat.transformers import decoding
+        from .transformers import decoding
 
         engine = decoding.engine_of(self.model)
         if isinstance(engine, str):
@@ -527,6 +610,11 @@ class _Rwkv(_Mapping):
 
     def layers(self, cache: Any) -> tuple:
         return (Recurrent((), tuple(cache)),)
+
+    def begin(self, layers: tuple) -> tuple:
+        from .transformers.running import BEFORE
+
+        return (Recurrent((), (*layers[0].sums[:4], layers[0].sums[4] + BEFORE)),)
 
     def cache(self, layers: tuple, lengths: Tensor) -> Any:
         return list(layers[0].sums)
