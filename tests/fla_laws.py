@@ -153,7 +153,7 @@ def shared_tests(cases, refused):
     return test_laws, test_saved_and_loaded, test_unsupported_options_are_refused
 
 
-def convolved(x, weight):
+def convolved(x: Tensor, weight: Tensor) -> Tensor:
     """A causal convolution of each channel: x (...,N,C), weight (C,1,K)."""
     taps, n = weight.shape[-1], x.shape[-2]
     padded = F.pad(x, (0, 0, taps - 1, 0))
