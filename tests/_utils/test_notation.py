@@ -17,6 +17,7 @@ LINES = {
     r"W_g x_t \odot \mathrm{silu}(o_t)": "W_g xₜ ⊙ silu(oₜ)",
     r"e^{q \cdot k / \sqrt D}": "e^(q·k/√D)",
     r"\sum_{j \in \mathcal{A}_i} v_j": "∑_(j∈Aᵢ) vⱼ",
+    r"\prod_{l=j+1}^i H_l \cdots H_1": "∏ₗ₌ⱼ₊₁ⁱ Hₗ ⋯ H₁",
     r"\frac{a + b}{2}": "(a + b)/2",
     r"\frac{1}{\sqrt{D + 1}}": "1/(√(D + 1))",
     r"\exp\left(-\frac{\lVert q - k \rVert^2}{2}\right)": "exp(-(‖q - k‖²)/2)",

@@ -10,7 +10,7 @@ from torch import Tensor
 from .._utils.optional_deps import need
 
 # One way to write each value, since small models repeat spaces where any number of them is allowed.
-_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_WRITTEN: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 class Constraint:
@@ -67,7 +67,7 @@ def of_schema(
         ValueError: The schema is wrong, or has a keyword that llguidance does not know.
     """
     need("response_format", "llguidance")
-    import llguidance  # pyright: ignore[reportMissingImports] (an extra)
+    import llguidance
 
     words = _words(codec, vocab, ends)
     grammar = llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=_WRITTEN)
@@ -80,7 +80,7 @@ def of_schema(
 @functools.lru_cache(maxsize=4)
 def _words(codec: Any, vocab: int, ends: tuple[int, ...]) -> Any:
     """Return the tokens of a codec as llguidance reads them."""
-    import llguidance  # pyright: ignore[reportMissingImports] (an extra)
+    import llguidance
 
     return llguidance.LLTokenizer(
         codec.tokenizer.to_str(), n_vocab=vocab, eos_token=[end for end in ends if end < codec.vocab]
