@@ -163,8 +163,8 @@ class InitialStates(nn.Module):
         """
         with torch.no_grad():
             state, digest = self.states(1), hashlib.sha256()
-            for name, t in self._finite():
-                digest.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
+            for field, t in self._finite():
+                digest.update(f"{field} {t.dtype} {tuple(t.shape)}\n".encode())
                 digest.update(t.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         return FrozenStates(state, digest.hexdigest(), name)
 

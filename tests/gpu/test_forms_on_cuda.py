@@ -196,7 +196,7 @@ def test_launches_do_not_grow_with_the_number_of_chunks(decay, delta, planned, m
 def test_inverses_are_as_exact_as_substitution():
     """Within a tenth of u |T^-1| |T| |T^-1| |b|, the first-order bound of both (Higham 2002, sections 8.1 and 14.2).
 
-    Which of the two is closer to the solution of an ill-conditioned system depends on the processor.
+    How close substitution comes depends on torch's library and the processor.
     """
 
     def keys(like=0.0, norm=1.0):
@@ -220,8 +220,8 @@ def test_inverses_are_as_exact_as_substitution():
         exact = triangle.double() + torch.eye(64, dtype=torch.float64, device=DEVICE)
         inverse = torch.linalg.inv(exact).abs()
         bound = torch.finfo(torch.float32).eps / 2 * inverse @ exact.abs() @ inverse @ right.double().abs()
-        for solution in (found, usual):
-            assert (solution - expected).norm() <= 0.1 * bound.norm(), name
+        for solution, share in ((found, 0.1), (usual, 1.0)):
+            assert (solution - expected).norm() <= share * bound.norm(), name
 
 
 @pytest.mark.parametrize("width", [1, 2, 8, 64])

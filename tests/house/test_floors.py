@@ -161,7 +161,7 @@ def registering(package: Path) -> dict[str, int]:
     for path in sources(package):
         for node in ast.walk(parsed(path.read_text(encoding="utf-8"))):
             bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
-            if isinstance(node, ast.ClassDef) and BASES & {base.partition("[")[0] for base in bases}:
+            if isinstance(node, ast.ClassDef) and BASES & {base.split("[")[0].split(".")[-1] for base in bases}:
                 assigned = (target for child in node.body for target in _targets(child))
                 if "name" in assigned:
                     where = path.relative_to(package).as_posix()

@@ -137,7 +137,7 @@ class TestBuilding:
             (
                 "kernel",
                 "rotary",
-                "kernel has no rotary positions: .*: linear, local, retention, softmax, sparse",
+                "kernel has no rotary positions: .*: dsa, hedgehog, linear, local, moba, nsa, retention, softmax, ",
             ),
             (
                 "linear",

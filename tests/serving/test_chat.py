@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import servers  # noqa: E402
 
 import hybrids  # noqa: E402
+from longspan._utils import optional_deps  # noqa: E402
 from longspan.cli import main  # noqa: E402
 from longspan.cli.serve import loaded  # noqa: E402
 from longspan.data import documents, tokenization  # noqa: E402
@@ -258,7 +259,8 @@ def test_answers_in_json(folder):
 
 
 def test_answers_in_json_need_a_library(folder, monkeypatch):
-    monkeypatch.setattr("longspan._utils.optional_deps.find_spec", lambda name: None)
+    found = optional_deps.find_spec
+    monkeypatch.setattr(optional_deps, "find_spec", lambda name: None if name == "llguidance" else found(name))
     with Running(folder, TEMPLATES["chatml"]) as running:
         with pytest.raises(openai.BadRequestError, match="missing for response_format: llguidance; pip install"):
             running.ask([{"role": "user", "content": "hi"}], response_format={"type": "json_object"})

@@ -213,7 +213,7 @@ def test_the_command_refuses_before_it_loads_a_model(unloaded, capsys, options):
 def test_the_command_says_that_others_can_reach_it(monkeypatch, capsys, options, says, status):
     uvicorn = pytest.importorskip("uvicorn")
     seen = []
-    monkeypatch.setattr(serve, "loaded", lambda *_: (decoder(), None, ()))
+    monkeypatch.setattr(serve, "loaded", lambda *_: serve.Loaded(decoder(), None, ()))
     monkeypatch.setattr(serve, "_on_signals", lambda *_: None)
     monkeypatch.setattr(uvicorn.Server, "run", lambda http, sockets: seen.append(http.config.app))
     main(["serve", "text", "--port", "0", *options])

@@ -144,7 +144,9 @@ def test_a_listener_that_raises_ends_its_stream_alone(place, at, together):
             assert "RuntimeError: a bug of a callback" in one.error
             assert heard == [*one.tokens, None]
         else:
-            assert (one.finished, one.tokens, one.log_probs) == ("length", other.tokens, other.log_probs)
+            assert (one.finished, one.tokens) == ("length", other.tokens)
+            # Products of two rows and of three round differently on some processors.
+            assert one.log_probs == pytest.approx(other.log_probs, abs=1e-12)
 
 
 @pytest.mark.parametrize("end", ["fail", "cancel"])

@@ -23,7 +23,7 @@ def started(spec, rows=3, tokens=5):
 
 def written(path, state, **leaves):
     """``state`` in a file, with other leaves under some names (without ``state.``), and a digest that fits them."""
-    changed = states._named(state) | {f"state.{name}": leaf for name, leaf in leaves.items()}
+    changed = states.named(state) | {f"state.{name}": leaf for name, leaf in leaves.items()}
     metadata = {"longspan": "state", "tree": states._shape(state), "sha256": states._digest(changed)}
     save_file(changed, path, metadata=metadata)
     return path
@@ -120,7 +120,7 @@ class TestRefused:
 
     def test_a_file_without_a_digest(self, tmp_path):
         module, state = started("linear")
-        leaves = states._named(longspan.states.detach(state))
+        leaves = states.named(longspan.states.detach(state))
         save_file(leaves, tmp_path / "s", metadata={"tree": states._shape(state)})
         with pytest.raises(ValueError, match=r"changed or damaged .* None"):
             longspan.states.load(tmp_path / "s", module.init_state(3))

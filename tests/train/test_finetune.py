@@ -269,9 +269,9 @@ def test_commands_take_the_result(tmp_path, whole, capsys, monkeypatch):
     options, texts = ["--temperature", "0", "--tokens", "40"], {}
     for method, path in (("none", ""), *folders.items(), ("merged", "")):
         model = str(whole["lora"] / "run/model") if method == "merged" else source
-        assert main(["generate", model, *options, "--prompt", "1 and", "--adapter", str(path)]) == 0
-        texts[method] = capsys.readouterr().out.removeprefix("1 and")
-        monkeypatch.setattr("sys.stdin", io.StringIO("1 and\n"))
+        assert main(["generate", model, *options, "--prompt", "one", "--adapter", str(path)]) == 0
+        texts[method] = capsys.readouterr().out.removeprefix("one")
+        monkeypatch.setattr("sys.stdin", io.StringIO("one\n"))
         assert main(["chat", model, *options, "--adapter", str(path)]) == 0
         assert capsys.readouterr().out == texts[method]
     assert texts["lora"] == texts["merged"]

@@ -103,7 +103,7 @@ class StackConfig(_Fields):
         _require(0 <= self.dropout < 1, f"dropout={self.dropout} must be in [0, 1)")
         _require(self.feedforward_chunk >= 0, f"feedforward_chunk={self.feedforward_chunk} must not be negative")
         _choose("activation", self.activation, ACTIVATIONS)
-        norms.norm(self.norm, 1)
+        norms.parsed(self.norm)
         specs = split(self.attention)
         _require(
             len(specs) <= self.depth,

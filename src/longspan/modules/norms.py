@@ -19,20 +19,24 @@ def norm(text: str, dim: int) -> nn.Module:
         ValueError: For another kind or option, and an eps that is not positive.
     """
 
-    def layer(*, eps: float = 1e-5) -> nn.Module:
-        return nn.LayerNorm(dim, _positive(eps))
+    kind, eps = parsed(text)
+    return kind(dim, eps=eps)
 
-    def rms(*, eps: float = 1e-6) -> nn.Module:
-        return nn.RMSNorm(dim, eps=_positive(eps))
+
+def parsed(text: str) -> tuple[type[nn.LayerNorm | nn.RMSNorm], float]:
+    """Return the class of a norm and its eps; errors as ``norm``."""
+
+    def layer(*, eps: float = 1e-5) -> tuple[type[nn.LayerNorm], float]:
+        return nn.LayerNorm, eps
+
+    def rms(*, eps: float = 1e-6) -> tuple[type[nn.RMSNorm], float]:
+        return nn.RMSNorm, eps
 
     known(head(text) or text, {"layer": layer, "rms": rms}, "norm")
-    return parse(text, {"layer": layer, "rms": rms})
-
-
-def _positive(eps: float) -> float:
+    kind, eps = parse(text, {"layer": layer, "rms": rms})
     if not eps > 0:
         raise ValueError(f"eps={eps} of a norm must be positive")
-    return eps
+    return kind, eps
 
 
 class HeadNorm(nn.Module):

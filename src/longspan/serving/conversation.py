@@ -149,7 +149,8 @@ class Conversation:
         # The name of a file may differ from that in a server.
         name, _, began = session.adapter.partition("@")
         if began != (self.adapter.sha256 if self.adapter else ""):
+            own = self.adapter.key if self.adapter else "none"
             how = f"of adapter {name!r} with sha256 {began}" if began else "without a state adapter"
-            raise ValueError(f"{str(path)!r} is a session {how}, and this chat has {self.session.adapter or 'none'}")
+            raise ValueError(f"{str(path)!r} is a session {how}, and this chat has {own}")
         self.turns.append(self.session)
         self.session = session

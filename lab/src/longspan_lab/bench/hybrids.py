@@ -474,7 +474,7 @@ def _result(options: Options, rows: list, refused: dict[str, str], profiles: dic
 
 def text(result: dict[str, Any]) -> list[Table]:
     """The tables: times by model and mode, and the parts of a training step."""
-    if result["options"]["weights"]:
+    if result["options"].get("weights"):
         return [hybrid_weights.table(result["rows"])]
     table = [["model", "dtype", "mode", *WAYS, "speed-up", "tokens/s", "peak MB", "ratio"]]
     at = {(r["model"], r["dtype"], r["mode"], r["candidate"]): r for r in result["rows"]}
