@@ -52,7 +52,7 @@ def _made(made: dict, stack: str, positions: str) -> tuple[Decoder, Any]:
 
 def _attack(path: Path, made: tuple[Decoder, Any], way: Callable, choice: random.Random) -> str | None:
     model, state = made
-    leaves = way({name: leaf.clone() for name, leaf in states._named(state).items()}, choice)
+    leaves = way({name: leaf.clone() for name, leaf in states.named(state).items()}, choice)
     metadata = {"longspan": "state", "tree": states._shape(state), "sha256": states._digest(leaves)}
     save_file(leaves, path, metadata=metadata)
     like = choice.choice((model.init_state(1), model.init_state(2, capacity=4), state))

@@ -19,6 +19,9 @@ from longspan.states import nbytes
 # between two clusters goes to the other one. All others are held to the fixed bounds.
 EXCUSED = {("oracle", "fourier"), ("dtypes", "routing")}
 EXCUSED |= {(law, spec) for law in ("oracle", "dtypes") for spec in ("rfa", "rfa(gate=True)")}
+# The systems that mesa solves, the products of many sticks, and scores at the edge of a choice.
+EXCUSED |= {("oracle", spec) for spec in ("mesa", "stick_breaking")}
+EXCUSED |= {("oracle", "dsa(keys=3, index_heads=1, index_dim=2, kv_heads=1, rotary=100.0)")}
 # These take seconds each: by the default options every token meets hundreds of slots, which an example does at less
 # cost; or a compiler follows every draw of queries, every level of a tree.
 COSTLY = {(law, "reformer") for law in ("content", "mixed_rows", "oracle", "padding", "state")}

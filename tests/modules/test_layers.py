@@ -112,6 +112,7 @@ def test_feed_forward(activation):
     expected = {
         "relu": lambda: hidden.clamp(min=0),
         "gelu": lambda: hidden * torch.special.ndtr(hidden),
+        "gelu_tanh": lambda: hidden * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (hidden + 0.044715 * hidden**3)),
         "silu": lambda: hidden * hidden.sigmoid(),
         "squared_relu": lambda: hidden.clamp(min=0) ** 2,
         "geglu": lambda: first * torch.special.ndtr(first) * second,

@@ -9,7 +9,8 @@ from longspan.attention import REGISTRY
 from longspan.testing.gauge import Subject
 
 TOKENS, LIMIT, MOST = 12, 4, 27
-BY_ROW = ("mamba3", "rwkv7")  # the bits of a row depend on its place in the batch
+# The bits of a row depend on its place in the batch, on some processors.
+BY_ROW = ("gsa", "kda", "mamba3", "path", "rwkv7")
 MECHANISMS = [name for name in longspan.list_mechanisms() if "causal" in REGISTRY[name].directions]
 
 
@@ -153,7 +154,9 @@ def test_any_script_ends_where_its_remaining_tokens_end(name, tmp_path):
         # The room of ``sinkhorn`` for offers of later blocks depends on how its cache grew.
         never, x = script.never(), script.inputs(1)
         assert name == "sinkhorn" or equal(states.settle(script.state), never)
-        assert torch.equal(module(x, script.state)[0], module(x, never)[0])
+        y, expected = module(x, script.state)[0], module(x, never)[0]
+        # The products of ``path`` have the size of its cache, which depends on how it grew.
+        assert torch.equal(y, expected) or (name == "path" and torch.allclose(y, expected, rtol=0.0, atol=1e-6))
 
 
 @torch.no_grad()

@@ -52,7 +52,8 @@ def job(name):
     if name in MODELS:
         decodes = [] if name == "encoder" else ["generation"]
         return {"model": MODELS[name], "does": ["gradients", "saved", "materialized", *decodes]}
-    does = ["generation"] if name in NOISY else ["gradients", "generation"]
+    alone = name in NOISY or "gradients" in REGISTRY[name].exempt
+    does = ["generation"] if alone else ["gradients", "generation"]
     return {"model": SIZES | {"attention": mechanism_examples(name)[0]}, "does": does}
 
 

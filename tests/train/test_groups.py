@@ -19,6 +19,7 @@ SPARED = {
     "bp": {"edges"},
     "compressive": {"u", "v"},
     "etc": {"tokens", "labels"},
+    "hedgehog": {"key_map", "query_map"},
     "kda": {"a_log", "dt_bias"},
     "log_linear": {"level_scale"},
     "luna": {"memory"},

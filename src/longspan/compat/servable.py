@@ -560,7 +560,7 @@ class _Dynamic(_Mapping):
             if isinstance(wanted, decoding.Keys):
                 kv = kv_cache.with_room(part, int(part.length.max()) + 1)
                 found: Any = decoding.Bound(kv.keys.contiguous(), kv.values.contiguous(), part.length.contiguous())
-                parts[place] = KeyValues(found.first, found.second, part.length + 1)
+                parts[place] = type(part)(found.first, found.second, part.length + 1)
             else:
                 found = decoding.arranged(
                     part.conv[0], part.sums[0] if part.sums else None, wanted, batch, engine.dtype

@@ -53,6 +53,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sums: Tensor, at: Tensor | None = No
     """
     q, k, v = materialize_neg(q, k, v)
     n, m = q.shape[2], k.shape[2]
+    if not m:
+        return (q[..., :1] * 0).expand(*q.shape[:3], v.shape[3]).to(v.dtype)
     why_not = kernels.why_not(q, k, v)
     if not why_not:
         why_not = (
