@@ -67,6 +67,7 @@ SYNCS = {
 # Uploads of a step, which a CUDA graph cannot capture; 0 for all others. They may only fall.
 UPLOADS = {
     "bp": 1,
+    "power": 8,
 }
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops import rows
-from ..ops.operands import zero_masked
+from ..ops.operands import followed, zero_masked
 from ..ops.tensors import split
 from ..states.kv_cache import CacheView, KeyValues
 from .base import Attention, S
@@ -61,9 +61,9 @@ class Cached(Attention[S]):
         """Call ``run`` for rows that begin with their real tokens; ``exact``: without padding that is not masked."""
 
         def clean(x: Tensor, state: Any, real: Tensor | None) -> tuple[Tensor, Any]:
-            if not x.numel():
-                return self.out(x), state
             x = x if real is None else x.masked_fill(~real[..., None], 0.0)
+            if not x.numel() or (real is not None and not followed() and not bool(real.any())):
+                return self.out(x), state
             return run(x, state, real, donate and segments is None)
 
         return rows.map_sequences(clean, x, state, mask, segments, causal=not exact, width=self.dim)

@@ -198,7 +198,7 @@ def _step(r: Recurrence, donate: bool) -> tuple[Tensor, Tensor]:
 
 FORMS = Forms(
     {
-        "triton": Form(partial(_attend, attend=_in_triton), triton.why_not),
+        "triton": Form(partial(_attend, attend=_in_triton), triton.why_not, _step),
         "native": Form(_native, _why_not, partial(native.step, by_value=True)),
         "torch": Form(_attend, step=_step),
         "reference": Form(partial(by_heads, definition.attend)),
