@@ -1,11 +1,11 @@
-"""What a step of LoRA costs: `longspan finetune` beside a plain loop of transformers and peft, in turns.
+"""Time and memory of a LoRA step: `longspan finetune` and a loop over transformers and peft, in turns.
 
     python examples/finetune_cost.py
     python examples/finetune_cost.py --model ./Qwen3.5-0.8B --rounds 3
 
 Without ``--model`` it builds a Qwen3.5 with random weights. The sequences are beginnings of modules of Python's
 standard library, as bytes. longspan packs them into rows. The plain loop pads them, because recurrent layers of
-transformers leak between the sequences of a row. Each turn is a process of its own, with the same weights, changes and
+transformers leak between the sequences of a row. Each turn runs in a separate process, with the same weights and
 sequences. It requires pip install ".[train,lora]".
 """
 

@@ -26,7 +26,7 @@ class Mesa(Attention[MesaState]):
     r"""Each token reads the ridge regression from keys to values over all tokens so far, solved to its optimum.
 
     $\gamma_t$ and $\beta_t$ are one number per head, $\lambda$ is one number per channel of the keys; the norm is RMS.
-    Conjugate gradients solve the systems of all tokens at once. The gradients are those of the exact solution, so they
+    Conjugate gradients solve the systems of all tokens together. The gradients are those of the exact solution, so they
     are as exact as the systems are solved: ``residual`` measures that.
 
     ``steps``: the number of steps of conjugate gradients; D steps are exact but for rounding. ``convolution``: the

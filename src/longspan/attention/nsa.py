@@ -102,7 +102,7 @@ class NSA(Cached[BlockCache]):
         q = q.to(keys.dtype)
         sums = block_sums.add(sums, torch.cat([k, v], -1), at, self.block, -(-keys.shape[2] // self.block))
         mean_keys, mean_values = (sums / self.block).split(k.shape[-1], -1)
-        # A query sees the means of whole blocks, so far a causal prefix, which is cut into blocks of its own.
+        # A query sees the means of all whole blocks before it. They are read in blocks of ``MEANS`` means.
         whole = (at + 1) // self.block - 1
         every = torch.arange(-(-sums.shape[2] // MEANS), device=x.device).expand(*keys.shape[:2], x.shape[1], -1)
         summary = chosen.attend(q, mean_keys.to(q.dtype), mean_values.to(q.dtype), whole, every, MEANS)
