@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -74,6 +75,8 @@ def test_pretraining_on_two_processes_equals_one(tmp_path):
     assert losses(tmp_path, 2, "--sequence", "2", "--strategy", "fsdp") == pytest.approx(one, abs=2e-3)
 
 
+# As tests/compat/test_accelerate_launch.py shows of the same classes.
+@pytest.mark.slow
 def test_the_trainer_on_two_processes_equals_one(tmp_path):
     pytest.importorskip("accelerate")
     flags, found = "--steps 5 --length 20 --batch 4 --dim 16".split(), []
@@ -92,10 +95,13 @@ def test_the_trainer_on_two_processes_equals_one(tmp_path):
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_every_flag_of_an_example_has_help(name, tmp_path):
+def test_every_flag_of_an_example_has_help(name, monkeypatch, capsys):
     if RUNS[name][1]:
         pytest.importorskip(RUNS[name][1])
-    printed = run(name, "--help", folder=tmp_path)
-    text = (EXAMPLES / f"{name}.py").read_text(encoding="utf-8")
+    path = EXAMPLES / f"{name}.py"
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    with pytest.raises(SystemExit, match="^0$"):
+        runpy.run_path(str(path), run_name="__main__")
+    text = path.read_text(encoding="utf-8")
     assert text.count("add_argument(") == text.count("help=")
-    assert f"{name}.py" in printed
+    assert f"{name}.py" in capsys.readouterr().out
