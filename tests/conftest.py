@@ -60,14 +60,58 @@ TOGETHER = {
         "gpu/test_fake_device",
         "house/test_docs",
         "train/test_async_checkpoints",
+        "train/test_auxiliary",
         "train/test_carry",
+        "train/test_finetune",
         "train/test_fsdp",
+        "train/test_learned",
+        "train/test_linearize",
         "train/test_resume",
         "train/test_sequence_parallel_runs",
         "train/test_target",
     )
 }
-FEW = 2  # cases of each parametrized test in the fast tier
+# Files whose tests take seconds each, or that need a package whose import does: none is in the fast tier.
+LATER = {
+    f"tests/{name}.py"
+    for name in (
+        "bench/test_bench_hybrids",
+        "bench/test_bench_serve_peer",
+        "cli/test_demo",
+        "cli/test_transcribe",
+        "compat/test_accelerate_launch",
+        "compat/test_hub_trainer",
+        "compat/test_hub_training",
+        "compat/test_hybrid_coverage",
+        "compat/test_onnx",
+        "data/test_download",
+        "generation/test_engine_states",
+        "gpu/test_decoding",
+        "gpu/test_fake_device",
+        "gpu/test_triton_compiled",
+        "house/test_attacks",
+        "house/test_examples",
+        "house/test_notebooks",
+        "models/test_sequence_parallel",
+        "models/test_shipped",
+        "models/test_shipped_text",
+        "ops/test_instruction_sets",
+        "serving/test_faults",
+        "serving/test_lm_eval",
+        "serving/test_machine",
+        "speech/test_shipped_digits",
+        "testing/test_device_laws",
+        "train/test_auxiliary",
+        "train/test_finetune",
+        "train/test_fsdp",
+        "train/test_learned",
+        "train/test_linearize",
+        "train/test_sequence_parallel_runs",
+        "train/test_statistics",
+        "train/test_together",
+        "train/test_train_tokens",
+    )
+}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,8 +119,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tier",
         choices=("fast", "rest", "all"),
         default="all",
-        help="fast: a few cases of each test that is not marked full; rest: the other cases; all (default): both",
+        help="fast: a case of each test that is not marked full; rest: the other cases; all (default): both",
     )
+
+
+def _file(path: Path) -> str:
+    return path.relative_to(Path(__file__).parents[1]).as_posix()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The fast tier does not import what it leaves out."""
+    return True if config.getoption("--tier") == "fast" and _file(collection_path) in LATER else None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -97,10 +150,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     root = Path(__file__).parent
     for item in items:
         item.add_marker(AREA[item.path.relative_to(root).parts[0]])
-    fast = _few(items, by=_test)
+        if _file(item.path) in LATER:
+            item.add_marker(pytest.mark.full)
+    fast = _few(items, 1, by=_test)
     if not torch.cuda.is_available():
         interpreted = [item for item in items if item.get_closest_marker("interpreted")]
-        for item in set(interpreted) - _few(interpreted, by=_group):
+        for item in set(interpreted) - _few(interpreted, 2, by=_group):
             item.add_marker(pytest.mark.slow)
     if (tier := config.getoption("--tier")) != "all":
         kept = [item for item in items if (item in fast) == (tier == "fast")]
@@ -118,21 +173,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
 
-def _few(items: list[pytest.Item], by: Callable[[pytest.Item], str]) -> set[pytest.Item]:
-    """Of each group of cases that are not marked ``full``, up to ``FEW``, evenly spread over all of them."""
+def _few(items: list[pytest.Item], most: int, by: Callable[[pytest.Item], str]) -> set[pytest.Item]:
+    """Of each group of cases that are not marked ``full``, up to ``most``, evenly spread over all of them."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not item.get_closest_marker("full"):
             cases.setdefault(by(item), []).append(item)
     chosen = set()
     for found in cases.values():
-        few = min(len(found), FEW) if not found[0].get_closest_marker("whole") else len(found)
+        few = min(len(found), most) if not found[0].get_closest_marker("whole") else len(found)
         chosen.update(found[i * len(found) // few] for i in range(few))
     return chosen
 
 
 def _test(item: pytest.Item) -> str:
-    """Of which cases the fast tier takes a few: as ``_group``, but of a law on a GPU those of all operations."""
+    """Of which cases the fast tier takes one: as ``_group``, but of a law on a GPU those of all operations."""
     return item.nodeid.partition("[")[0] if item.path.parent.name == "gpu" else _group(item)
 
 

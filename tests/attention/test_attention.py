@@ -77,13 +77,9 @@ PLAIN = ("oracle", "parallel_is_recurrent", "state", "gradients", "rebuilds")
 # Laws that the fast tier checks, for the first example of each mechanism.
 CHEAP = (
     "causal",
-    "beginning",
     "parallel_is_recurrent",
-    "state",
     "padding",
     "packed",
-    "rows_independent",
-    "mixed_rows",
     "arguments",
     "rebuilds",
     "carry",
