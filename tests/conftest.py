@@ -71,47 +71,55 @@ TOGETHER = {
         "train/test_target",
     )
 }
-# Files whose tests take seconds each, or that need a package whose import does: none is in the fast tier.
-LATER = {
-    f"tests/{name}.py"
+# Beginnings of paths: the laboratory, and files whose tests take seconds each. None is in the fast tier.
+LATER = tuple(
+    f"tests/{name}"
     for name in (
-        "bench/test_bench_hybrids",
-        "bench/test_bench_serve_peer",
-        "cli/test_demo",
-        "cli/test_transcribe",
-        "compat/test_accelerate_launch",
-        "compat/test_hub_trainer",
-        "compat/test_hub_training",
-        "compat/test_hybrid_coverage",
-        "compat/test_onnx",
-        "data/test_download",
-        "generation/test_engine_states",
-        "gpu/test_decoding",
-        "gpu/test_fake_device",
-        "gpu/test_triton_compiled",
-        "house/test_attacks",
-        "house/test_examples",
-        "house/test_notebooks",
-        "models/test_sequence_parallel",
-        "models/test_shipped",
-        "models/test_shipped_text",
-        "ops/test_instruction_sets",
-        "serving/test_faults",
-        "serving/test_lm_eval",
-        "serving/test_machine",
-        "speech/test_shipped_digits",
-        "testing/test_device_laws",
-        "train/test_auxiliary",
-        "train/test_finetune",
-        "train/test_fsdp",
-        "train/test_learned",
-        "train/test_linearize",
-        "train/test_sequence_parallel_runs",
-        "train/test_statistics",
-        "train/test_together",
-        "train/test_train_tokens",
+        "bench/",
+        "experiments/",
+        "cli/test_demo.py",
+        "cli/test_transcribe.py",
+        "compat/test_accelerate_launch.py",
+        "compat/test_hub_trainer.py",
+        "compat/test_hub_training.py",
+        "compat/test_hybrid_coverage.py",
+        "compat/test_onnx.py",
+        "data/test_download.py",
+        "generation/test_engine_states.py",
+        "gpu/test_decoding.py",
+        "gpu/test_fake_device.py",
+        "gpu/test_forms_on_cuda.py",
+        "gpu/test_triton_compiled.py",
+        "gpu/test_triton_convolution.py",
+        "gpu/test_triton_decay.py",
+        "gpu/test_triton_delta.py",
+        "gpu/test_triton_linear.py",
+        "gpu/test_triton_step.py",
+        "house/test_attacks.py",
+        "house/test_examples.py",
+        "house/test_newcomer.py",
+        "house/test_notebooks.py",
+        "models/test_sequence_parallel.py",
+        "models/test_shipped.py",
+        "models/test_shipped_text.py",
+        "ops/test_instruction_sets.py",
+        "serving/test_faults.py",
+        "serving/test_lm_eval.py",
+        "serving/test_machine.py",
+        "serving/test_sessions.py",
+        "speech/test_shipped_digits.py",
+        "testing/test_device_laws.py",
+        "train/test_auxiliary.py",
+        "train/test_finetune.py",
+        "train/test_fsdp.py",
+        "train/test_learned.py",
+        "train/test_linearize.py",
+        "train/test_sequence_parallel_runs.py",
+        "train/test_statistics.py",
+        "train/test_together.py",
+        "train/test_train_tokens.py",
     )
-}
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -123,13 +131,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def _file(path: Path) -> str:
-    return path.relative_to(Path(__file__).parents[1]).as_posix()
+def _late(path: Path) -> bool:
+    return path.relative_to(Path(__file__).parents[1]).as_posix().startswith(LATER)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """The fast tier does not import what it leaves out."""
-    return True if config.getoption("--tier") == "fast" and _file(collection_path) in LATER else None
+    return True if config.getoption("--tier") == "fast" and _late(collection_path) else None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -150,7 +158,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     root = Path(__file__).parent
     for item in items:
         item.add_marker(AREA[item.path.relative_to(root).parts[0]])
-        if _file(item.path) in LATER:
+        if _late(item.path):
             item.add_marker(pytest.mark.full)
     fast = _few(items, 1, by=_test)
     if not torch.cuda.is_available():
@@ -187,13 +195,12 @@ def _few(items: list[pytest.Item], most: int, by: Callable[[pytest.Item], str]) 
 
 
 def _test(item: pytest.Item) -> str:
-    """Of which cases the fast tier takes one: as ``_group``, but of a law on a GPU those of all operations."""
-    return item.nodeid.partition("[")[0] if item.path.parent.name == "gpu" else _group(item)
+    return item.nodeid.partition("[")[0]
 
 
 def _group(item: pytest.Item) -> str:
     """The cases of one test, or of a law those of one kind of operation."""
-    test, _, _ = item.nodeid.partition("[")
+    test = _test(item)
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     family = params.get("family")
     # Only those of tests/ops/families.py are objects.
