@@ -59,6 +59,7 @@ TOGETHER = {
         "cli/test_demo",
         "gpu/test_fake_device",
         "house/test_docs",
+        "models/test_sequence_parallel",
         "train/test_async_checkpoints",
         "train/test_auxiliary",
         "train/test_carry",

@@ -25,7 +25,7 @@ from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import fit, loop, objectives
 from longspan.train.place import PLACE
-from support.runs import finish, start, trained, wait_for
+from support.runs import start, trained, wait_for
 from training_process import HANGS, TINY, tiny
 
 SIZES = {"dim": 8, "heads": 2, "feedforward": 12}
@@ -108,10 +108,8 @@ def test_compressive_takes_a_second_step_of_data_parallel_training(tmp_path):
 def test_two_devices_equal_one_with_the_double_batch(attention, penalty, tmp_path):
     model = asdict(TINY) | {"attention": attention, "positions": "none", "dropout": 0.0}
     fields = {"steps": 4, "penalty": penalty, "model": model}
-    two = start(tmp_path / "two", batch=3, devices=2, **fields)
-    finish(two, tmp_path / "two")
-    one = start(tmp_path / "one", batch=6, devices=1, **fields)
-    finish(one, tmp_path / "one")
+    trained(tmp_path / "two", batch=3, devices=2, **fields)
+    trained(tmp_path / "one", batch=6, **fields)
     first, second = (torch.load(tmp_path / "two" / f"weights-{rank}.pt") for rank in (0, 1))
     alone = torch.load(tmp_path / "one" / "weights-0.pt")
     for name, value in first.items():
