@@ -40,13 +40,13 @@ def check(name, *families):
 
 
 def sets(number, family):
-    """All sets but the first, under which all other tests run: of a family one in turn, and of products of integers,
-    written for each set, all.
+    """All sets but the first, under which all other tests run: of the two lowest one in turn, and all of those for
+    which a family has code of its own.
     """
     lower = SETS[1:]
+    usual = {"quantized": lower, "scan": lower[-2:]}.get(family, lower[number % 2 - 2 :][:1] or lower)
     for name in lower:
-        late = family != "quantized" and name != lower[number % len(lower)]
-        yield pytest.param(name, family, marks=[pytest.mark.slow] * late)
+        yield pytest.param(name, family, marks=[pytest.mark.slow] * (name not in usual))
 
 
 @pytest.mark.full
