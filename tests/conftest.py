@@ -75,51 +75,19 @@ TOGETHER = {
 # Beginnings of paths: the laboratory, and files whose tests take seconds each. None is in the fast tier.
 LATER = tuple(
     f"tests/{name}"
-    for name in (
-        "bench/",
-        "experiments/",
-        "cli/test_demo.py",
-        "cli/test_transcribe.py",
-        "compat/test_accelerate_launch.py",
-        "compat/test_hub_trainer.py",
-        "compat/test_hub_training.py",
-        "compat/test_hybrid_coverage.py",
-        "compat/test_onnx.py",
-        "data/test_download.py",
-        "generation/test_engine_states.py",
-        "gpu/test_decoding.py",
-        "gpu/test_fake_device.py",
-        "gpu/test_forms_on_cuda.py",
-        "gpu/test_triton_compiled.py",
-        "gpu/test_triton_convolution.py",
-        "gpu/test_triton_decay.py",
-        "gpu/test_triton_delta.py",
-        "gpu/test_triton_linear.py",
-        "gpu/test_triton_step.py",
-        "house/test_attacks.py",
-        "house/test_examples.py",
-        "house/test_newcomer.py",
-        "house/test_notebooks.py",
-        "models/test_sequence_parallel.py",
-        "models/test_shipped.py",
-        "models/test_shipped_text.py",
-        "ops/test_instruction_sets.py",
-        "serving/test_faults.py",
-        "serving/test_lm_eval.py",
-        "serving/test_machine.py",
-        "serving/test_sessions.py",
-        "speech/test_shipped_digits.py",
-        "testing/test_device_laws.py",
-        "train/test_auxiliary.py",
-        "train/test_finetune.py",
-        "train/test_fsdp.py",
-        "train/test_learned.py",
-        "train/test_linearize.py",
-        "train/test_sequence_parallel_runs.py",
-        "train/test_statistics.py",
-        "train/test_together.py",
-        "train/test_train_tokens.py",
-    )
+    for name in """
+        bench/ experiments/ cli/test_demo.py cli/test_transcribe.py compat/test_accelerate_launch.py
+        compat/test_hub_trainer.py compat/test_hub_training.py compat/test_hybrid_coverage.py compat/test_onnx.py
+        data/test_download.py generation/test_engine_states.py gpu/test_decoding.py gpu/test_fake_device.py
+        gpu/test_forms_on_cuda.py gpu/test_triton_compiled.py gpu/test_triton_convolution.py gpu/test_triton_decay.py
+        gpu/test_triton_delta.py gpu/test_triton_linear.py gpu/test_triton_step.py house/test_attacks.py
+        house/test_examples.py house/test_newcomer.py house/test_notebooks.py models/test_sequence_parallel.py
+        models/test_shipped.py models/test_shipped_text.py ops/test_instruction_sets.py serving/test_faults.py
+        serving/test_lm_eval.py serving/test_machine.py serving/test_sessions.py speech/test_shipped_digits.py
+        testing/test_device_laws.py train/test_auxiliary.py train/test_finetune.py train/test_fsdp.py
+        train/test_learned.py train/test_linearize.py train/test_sequence_parallel_runs.py train/test_statistics.py
+        train/test_together.py train/test_train_tokens.py
+    """.split()
 )
 
 
