@@ -59,15 +59,36 @@ TOGETHER = {
         "cli/test_demo",
         "gpu/test_fake_device",
         "house/test_docs",
+        "models/test_sequence_parallel",
         "train/test_async_checkpoints",
+        "train/test_auxiliary",
         "train/test_carry",
+        "train/test_finetune",
         "train/test_fsdp",
+        "train/test_learned",
+        "train/test_linearize",
         "train/test_resume",
         "train/test_sequence_parallel_runs",
         "train/test_target",
     )
 }
-FEW = 2  # cases of each parametrized test in the fast tier
+# Beginnings of paths: the laboratory, and files whose tests take seconds each. None is in the fast tier.
+LATER = tuple(
+    f"tests/{name}"
+    for name in """
+        bench/ experiments/ cli/test_demo.py cli/test_transcribe.py compat/test_accelerate_launch.py
+        compat/test_hub_trainer.py compat/test_hub_training.py compat/test_hybrid_coverage.py compat/test_onnx.py
+        data/test_download.py generation/test_engine_states.py gpu/test_decoding.py gpu/test_fake_device.py
+        gpu/test_forms_on_cuda.py gpu/test_triton_compiled.py gpu/test_triton_convolution.py gpu/test_triton_decay.py
+        gpu/test_triton_delta.py gpu/test_triton_linear.py gpu/test_triton_step.py house/test_attacks.py
+        house/test_examples.py house/test_newcomer.py house/test_notebooks.py models/test_sequence_parallel.py
+        models/test_shipped.py models/test_shipped_text.py ops/test_instruction_sets.py serving/test_faults.py
+        serving/test_lm_eval.py serving/test_machine.py serving/test_sessions.py speech/test_shipped_digits.py
+        testing/test_device_laws.py train/test_auxiliary.py train/test_finetune.py train/test_fsdp.py
+        train/test_learned.py train/test_linearize.py train/test_sequence_parallel_runs.py train/test_statistics.py
+        train/test_together.py train/test_train_tokens.py
+    """.split()
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -75,8 +96,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--tier",
         choices=("fast", "rest", "all"),
         default="all",
-        help="fast: a few cases of each test that is not marked full; rest: the other cases; all (default): both",
+        help="fast: a case of each test that is not marked full; rest: the other cases; all (default): both",
     )
+
+
+def _late(path: Path) -> bool:
+    return path.relative_to(Path(__file__).parents[1]).as_posix().startswith(LATER)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The fast tier does not import what it leaves out."""
+    return True if config.getoption("--tier") == "fast" and _late(collection_path) else None
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -97,10 +127,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     root = Path(__file__).parent
     for item in items:
         item.add_marker(AREA[item.path.relative_to(root).parts[0]])
-    fast = _few(items, by=_test)
+        if _late(item.path):
+            item.add_marker(pytest.mark.full)
+    fast = _few(items, 1, by=_test)
     if not torch.cuda.is_available():
         interpreted = [item for item in items if item.get_closest_marker("interpreted")]
-        for item in set(interpreted) - _few(interpreted, by=_group):
+        for item in set(interpreted) - _few(interpreted, 2, by=_group):
             item.add_marker(pytest.mark.slow)
     if (tier := config.getoption("--tier")) != "all":
         kept = [item for item in items if (item in fast) == (tier == "fast")]
@@ -118,27 +150,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(skip)
 
 
-def _few(items: list[pytest.Item], by: Callable[[pytest.Item], str]) -> set[pytest.Item]:
-    """Of each group of cases that are not marked ``full``, up to ``FEW``, evenly spread over all of them."""
+def _few(items: list[pytest.Item], most: int, by: Callable[[pytest.Item], str]) -> set[pytest.Item]:
+    """Of each group of cases that are not marked ``full``, up to ``most``, evenly spread over all of them."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if not item.get_closest_marker("full"):
             cases.setdefault(by(item), []).append(item)
     chosen = set()
     for found in cases.values():
-        few = min(len(found), FEW) if not found[0].get_closest_marker("whole") else len(found)
+        few = min(len(found), most) if not found[0].get_closest_marker("whole") else len(found)
         chosen.update(found[i * len(found) // few] for i in range(few))
     return chosen
 
 
 def _test(item: pytest.Item) -> str:
-    """Of which cases the fast tier takes a few: as ``_group``, but of a law on a GPU those of all operations."""
-    return item.nodeid.partition("[")[0] if item.path.parent.name == "gpu" else _group(item)
+    return item.nodeid.partition("[")[0]
 
 
 def _group(item: pytest.Item) -> str:
     """The cases of one test, or of a law those of one kind of operation."""
-    test, _, _ = item.nodeid.partition("[")
+    test = _test(item)
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     family = params.get("family")
     # Only those of tests/ops/families.py are objects.

@@ -1,7 +1,7 @@
-"""Two tasks of lm-evaluation-harness in a separate process: ``python THIS_FILE MODEL FOLDER WAY``.
+"""Two tasks of lm-evaluation-harness in a separate process: ``python THIS_FILE MODEL FOLDER WAYS``.
 
-MODEL is a folder of transformers. FOLDER has the tasks; ``write_tasks`` writes them. WAY is ``stock``, ``accelerated``,
-``pool`` for ``longspan eval --tasks``, or the address of a server. The process writes FOLDER/results.json.
+MODEL is a folder of transformers. FOLDER has the tasks; ``write_tasks`` writes them. A way is ``stock``, ``pool`` for
+``longspan eval --tasks``, ``accelerated``, or the address of a server. The process writes FOLDER/results.json.
 """
 
 import json
@@ -85,25 +85,27 @@ def judge(model, way):
 
 
 def main():
-    model, folder, way = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+    model, folder, ways = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
     os.environ |= {"HF_HOME": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     os.environ |= {"OPENAI_API_KEY": "none", "TOKENIZERS_PARALLELISM": "false"}
     warnings.filterwarnings("ignore")
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager(include_path=str(folder), include_defaults=False)
-    found = lm_eval.simple_evaluate(
-        judge(model, way), tasks=list(TASKS), task_manager=manager, bootstrap_iters=0, log_samples=True
-    )
-    figures = {
-        f"{task} {name.partition(',')[0]}": value
-        for task, values in found["results"].items()
-        for name, value in values.items()
-        if isinstance(value, float) and "stderr" not in name
-    }
-    answers = [[one[0] for one in sample["filtered_resps"]] for sample in found["samples"]["choices"]]
-    (folder / "results.json").write_text(json.dumps({"figures": figures, "answers": answers}), encoding="utf-8")
+    manager, results = TaskManager(include_path=str(folder), include_defaults=False), []
+    for way in ways:
+        found = lm_eval.simple_evaluate(
+            judge(model, way), tasks=list(TASKS), task_manager=manager, bootstrap_iters=0, log_samples=True
+        )
+        figures = {
+            f"{task} {name.partition(',')[0]}": value
+            for task, values in found["results"].items()
+            for name, value in values.items()
+            if isinstance(value, float) and "stderr" not in name
+        }
+        answers = [[one[0] for one in sample["filtered_resps"]] for sample in found["samples"]["choices"]]
+        results.append({"figures": figures, "answers": answers})
+    (folder / "results.json").write_text(json.dumps(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

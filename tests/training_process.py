@@ -1,6 +1,6 @@
 """Tiny runs for the tests; and one in a separate process, to be killed or started twice: ``python THIS_FILE JOB``.
 
-JOB is JSON: ``model`` and ``run`` (fields), ``resume``, ``pause`` (seconds before each micro-batch), ``record`` (a
+JOB is JSON: ``model`` and ``run`` (fields), ``resume``, ``pause`` (seconds before each micro-batch), ``record`` (the
 folder to which each rank writes the examples it took and its weights at the end), ``double`` (train in float64), and
 ``writing`` (``step`` of a checkpoint in parts, and the ``seconds`` that each process then waits before it writes its
 part, or the ``rank`` that fails to).
@@ -10,7 +10,9 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -77,14 +79,11 @@ def impede(step, seconds=0.0, rank=-1):
     shards.FileSystemWriter.write_data = impeded
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    job = {"resume": False, "pause": 0.0, "record": "", "double": False, "writing": {}} | json.loads(sys.argv[1])
-    if job["double"]:
-        torch.set_default_dtype(torch.float64)
+def train(job: dict[str, Any], change: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Do a job, with functions of the loop replaced by ``change``."""
     if job["writing"]:
         impede(**job["writing"])
-    seed, order, train = loop.step_seed, objectives.batch_indices, loop.train
+    seed, order, original = loop.step_seed, objectives.batch_indices, loop.train
     taken: dict[int, list[int]] = {}
 
     def slow(*arguments):
@@ -97,18 +96,30 @@ def main() -> None:
         return indices
 
     def kept(model, *rest):
-        result = train(model, *rest)
-        if job["record"]:
-            rank = os.environ.get("LOCAL_RANK", "0")
-            (Path(job["record"]) / f"taken-{rank}.json").write_text(json.dumps(taken))
-            # Sharded weights are gathered by all processes together.
-            own = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}
-            torch.save(own, Path(job["record"]) / f"weights-{rank}.pt")
+        result = original(model, *rest)
+        rank = os.environ.get("LOCAL_RANK", "0")
+        (Path(job["record"]) / f"taken-{rank}.json").write_text(json.dumps(taken))
+        # Sharded weights are gathered by all processes together.
+        own = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in model.state_dict().items()}
+        torch.save(own, Path(job["record"]) / f"weights-{rank}.pt")
         return result
 
-    loop.step_seed, objectives.batch_indices, loop.train = slow, recorded, kept
+    change(loop, "step_seed", slow)
+    change(objectives, "batch_indices", recorded)
+    change(loop, "train", kept)
+    threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64 if job["double"] else dtype)
     try:
         fit(checkpoint.config_of(job["model"]), TrainConfig(**job["run"]), resume=job["resume"])
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_default_dtype(dtype)
+
+
+def main() -> None:
+    try:
+        train(json.loads(sys.argv[1]))
     except KeyboardInterrupt as interruption:
         print(interruption, file=sys.stderr)
         sys.exit(128 + signals.number(interruption))

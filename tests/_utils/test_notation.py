@@ -40,7 +40,9 @@ def test_what_is_not_known_is_refused(latex):
 
 
 @pytest.mark.parametrize("name", longspan.list_mechanisms())
-def test_every_mechanism_has_formulas_on_the_page_and_in_a_terminal(name, capsys):
+def test_every_mechanism_has_formulas_on_the_page_and_in_a_terminal(name, capsys, monkeypatch):
+    # What takes longest.
+    monkeypatch.setattr(describe, "_flops", lambda *_, **options: (1, 1))
     cls = REGISTRY[name]
     assert cls.family != "others"
     assert cls.equations

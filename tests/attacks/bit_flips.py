@@ -21,7 +21,7 @@ from longspan.models.decoder import Decoder
 
 from . import Case
 
-SHORT, LONG = 150, 20_000
+SHORT, LONG = 60, 20_000
 BLOCK = 4096
 CONFIG = DecoderConfig(dim=16, depth=2, heads=2, feedforward=32, attention="linear; softmax", vocab=17, length=29)
 CHECKPOINT = ("model.safetensors", "training.pt", "config.json")

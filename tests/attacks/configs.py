@@ -29,7 +29,7 @@ from longspan.train import TrainConfig
 from . import Case
 from ._bounds import TooLong, bounded, complaint
 
-SHORT, LONG = 150, 6_000
+SHORT, LONG = 60, 6_000
 SECONDS, GIB = 10.0, 0.5
 KINDS: tuple[Any, ...] = (DecoderConfig, EncoderConfig, TrainConfig)
 VALUES: tuple[Any, ...] = (

@@ -14,7 +14,7 @@ import torch
 
 from . import Case
 
-SHORT, LONG = 40, 3000
+SHORT, LONG = 15, 3000
 MODELS = ("linear", "softmax", "linear; softmax(kv_heads=1)", "local(window=3); gla")
 
 

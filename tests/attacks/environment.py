@@ -28,7 +28,7 @@ from longspan.ops.native.build import toolchain
 from . import Case
 from ._bounds import TooLong, bounded, complaint
 
-SHORT, LONG = 40, 3000
+SHORT, LONG = 15, 3000
 SECONDS, GIB = 20.0, 1.0
 OTHER_USER = 54321
 UNSET = None

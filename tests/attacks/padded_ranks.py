@@ -18,7 +18,7 @@ from longspan.distributed import parallel
 
 from . import Case
 
-SHORT, LONG = 24, 2000
+SHORT, LONG = 12, 2000
 LIMIT = 1e-9
 PATIENCE = 10  # seconds that a rank waits
 

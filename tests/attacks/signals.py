@@ -18,7 +18,7 @@ from longspan.models import checkpoint
 from longspan.models.decoder import Decoder
 from training_process import TINY
 
-SHORT, LONG = 2, 50
+SHORT, LONG = 1, 50
 LIMIT = 200.0  # seconds that an end may take on a machine with much else to do
 MODEL = [f"--model.{name}={value}" for name, value in TINY.to_dict().items()]
 # command -> its words, in a folder that has a model; each would take minutes

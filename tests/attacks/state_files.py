@@ -21,7 +21,7 @@ from longspan.states import utils as states
 
 from . import Case
 
-SHORT, LONG = 300, 20_000
+SHORT, LONG = 100, 20_000
 STACKS = ("linear; softmax", "retention; local(window=3)", "average; performer", "synthesizer; gla")
 DTYPES = (torch.int8, torch.int32, torch.int64, torch.float16, torch.float64, torch.bool, torch.uint8, torch.float32)
 NUMBERS = (-(2**63), -(10**6), -100, -1, 0, 1, 2, 5, 6, 7, 10**6, 2**31, 2**53, 2**62)

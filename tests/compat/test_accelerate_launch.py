@@ -48,7 +48,8 @@ def check(found):
     assert found["type"] == "torch.float64"
 
 
-@pytest.mark.full
+# As the trainer below, which wraps the model in the same way.
+@pytest.mark.slow
 def test_data_parallel_equals_one_process(tmp_path):
     found = run([*LAUNCH, "--multi_gpu"], "replicated", tmp_path)
     check(found)
@@ -59,10 +60,10 @@ def test_data_parallel_equals_one_process(tmp_path):
 @pytest.mark.parametrize(
     ("job", "kind", "efficient"),
     [
-        ("sharded", "SHARDED_STATE_DICT", "true"),
+        pytest.param("sharded", "SHARDED_STATE_DICT", "true", marks=pytest.mark.slow),
         pytest.param("sharded", "FULL_STATE_DICT", "false", marks=pytest.mark.slow),
         pytest.param("tied", "FULL_STATE_DICT", "true", marks=pytest.mark.slow),
-        ("tied", "SHARDED_STATE_DICT", "false"),
+        ("tied", "SHARDED_STATE_DICT", "true"),
     ],
 )
 def test_sharded_equals_one_process(job, kind, efficient, tmp_path):

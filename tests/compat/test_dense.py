@@ -139,6 +139,7 @@ def test_what_a_decoder_does_not_have_is_refused(kind, fields, said):
         to_decoder(other)
 
 
+@pytest.mark.full
 def test_linearize_and_serve_a_folder(tmp_path, capsys):
     pytest.importorskip("lightning")
     base, book = folder_of(tmp_path / "base", "llama"), tmp_path / "book.txt"

@@ -299,6 +299,7 @@ torch.save((whole, torch.stack(steps)), sys.argv[3])
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("length", "size"), [(8, 64), (80, 64), (8, 16), (80, 32)])
 def test_logits_equal_those_of_the_authors_package(tmp_path, length, size):
     pytest.importorskip("rwkv", reason="the author's package: pip install rwkv")

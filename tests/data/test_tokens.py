@@ -192,6 +192,7 @@ def test_damage_is_found(texts, tmp_path):
         load(f"tokens:{tmp_path}", 8)
 
 
+@pytest.mark.full
 def test_ten_gigabytes_start_at_once(tmp_path):
     """Sparse files: nobody has written them, so reading them all would take their size."""
     tokens, shards = 2**29, 10

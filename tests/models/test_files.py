@@ -79,7 +79,9 @@ def decoder():
 @posix
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", READERS)
-def test_only_regular_files_are_read(name, kind, tmp_path):
+def test_only_regular_files_are_read(name, kind, tmp_path, monkeypatch):
+    # Seconds until a program writes to a FIFO.
+    monkeypatch.setattr(atomic_io.open_stream, "__defaults__", (0.05,))
     path = node(tmp_path / "x.txt", kind)
     if (name, kind) == ("text", "folder"):
         pytest.skip("a text may be a folder")

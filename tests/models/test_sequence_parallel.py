@@ -114,6 +114,10 @@ def test_states_are_handed_on_with_documents(run, spec):
     check(run(3, shard_cases.attention_gaps, spec, [8, 6, 7], mask=REAL, segments=DOCUMENTS, stated=True))
 
 
+# The first example of each mechanism that hands on states.
+FIRST = tuple({spec.partition("(")[0]: spec for spec in reversed(HANDED)}.values())
+
+
 def padding(lengths):
     """Masks (2,N) that leave shards, rows or everything without real tokens."""
     shard = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -125,9 +129,9 @@ def padding(lengths):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("spec", EXCHANGED + HANDED)
+@pytest.mark.parametrize("spec", EXCHANGED + FIRST)
 def test_any_shard_may_be_padding(run, spec):
-    for lengths in ([4, 5], [3, 5, 4]):
+    for lengths in ([4, 5], [3, 5, 4])[spec in FIRST :]:
         for mask in padding(lengths):
             check(run(len(lengths), shard_cases.attention_gaps, spec, lengths, mask=mask))
 

@@ -39,13 +39,17 @@ def check(name, *families):
             assert not found[dtype]["changed"], f"the number of threads changes them in {dtype}"
 
 
-@pytest.mark.skipif(len(SETS) < 2, reason="this processor has one instruction set")
-def test_a_lower_one():
-    check(SETS[1], "convolution")
+def sets(number, family):
+    """All sets but the first, under which all other tests run: of the two lowest one in turn, and all of those for
+    which a family has code of its own.
+    """
+    lower = SETS[1:]
+    usual = {"quantized": lower, "scan": lower[-2:]}.get(family, lower[number % 2 - 2 :][:1] or lower)
+    for name in lower:
+        yield pytest.param(name, family, marks=[pytest.mark.slow] * (name not in usual))
 
 
 @pytest.mark.full
-# All other tests run under the first one.
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name == SETS[0])) for name in SETS])
-def test_all_families(name):
-    check(name, *build.FAMILIES)
+@pytest.mark.parametrize(("name", "family"), [one for given in enumerate(build.FAMILIES) for one in sets(*given)])
+def test_a_family_under_a_lower_set(name, family):
+    check(name, family)

@@ -36,31 +36,30 @@ def tokenizer(tmp_path_factory):
     return tokenization.train_bpe(documents.sources([str(file)]), 300)
 
 
-def evaluated(folder, way):
-    """The figures of the tasks, and the log-probabilities of the choices."""
+def evaluated(folder, *ways):
+    """The figures of the tasks, and the log-probabilities of the choices, in each of several ways; in one process."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     tasks = folder / "tasks"
     tasks.mkdir(exist_ok=True)
     write_tasks(tasks)
-    command = [sys.executable, str(TESTS / "lm_eval_process.py"), str(folder), str(tasks), way]
+    command = [sys.executable, str(TESTS / "lm_eval_process.py"), str(folder), str(tasks), *ways]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads((tasks / "results.json").read_text(encoding="utf-8"))
 
 
-def served(folder, **pool):
-    """The same from a server of the folder."""
+def check(folder, *ways, **pool):
+    """Equal accuracies, log-probabilities and perplexities equal up to rounding in all ways and from a server."""
     model, codec, *_ = loaded(str(folder), "")
     with servers.Running(model, codec=codec, name=str(folder), pool={"slots": 4, "queue": 64} | pool) as running:
-        return evaluated(folder, running.url)
-
-
-def same(found, expected):
-    """Equal accuracies, and log-probabilities and perplexities equal up to rounding."""
+        expected, *others = evaluated(folder, *ways, running.url)
     assert {"choices acc", "choices acc_norm", "text word_perplexity", "text bits_per_byte"} <= set(expected["figures"])
-    assert found["figures"] == pytest.approx(expected["figures"], rel=1e-4)
-    for a, b in zip(found["answers"], expected["answers"], strict=True):
-        assert a == pytest.approx(b, rel=1e-4)
+    assert 1 < expected["figures"]["text byte_perplexity"] < 100
+    assert len(others) == len(ways)
+    for found in others:
+        assert found["figures"] == pytest.approx(expected["figures"], rel=1e-4)
+        for a, b in zip(found["answers"], expected["answers"], strict=True):
+            assert a == pytest.approx(b, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("mamba2", marks=pytest.mark.slow), "qwen3_5"])
@@ -71,11 +70,7 @@ def test_a_model_of_transformers_has_equal_figures_in_four_ways(kind, tokenizer,
     vocab = tokenization.vocab_of(tokenization.parsed(tokenizer))
     hybrids.model(kind, vocab_size=vocab).save_pretrained(tmp_path)
     _with_tokenizer(tmp_path, tokenizer)
-    expected = evaluated(tmp_path, "stock")
-    assert 1 < expected["figures"]["text byte_perplexity"] < 100
-    same(evaluated(tmp_path, "accelerated"), expected)
-    same(served(tmp_path, capacity=300), expected)
-    same(evaluated(tmp_path, "pool"), expected)
+    check(tmp_path, "stock", "pool", "accelerated", capacity=300)
 
 
 def test_a_decoder_of_ours_has_equal_figures_in_three_ways(tokenizer, tmp_path):
@@ -84,9 +79,7 @@ def test_a_decoder_of_ours_has_equal_figures_in_three_ways(tokenizer, tmp_path):
     sizes = {"dim": 16, "depth": 2, "heads": 2, "positions": "none", "attention": "gated_deltanet"}
     LongspanForCausalLM(LongspanConfig(vocab=vocab, **sizes)).save_pretrained(tmp_path)
     _with_tokenizer(tmp_path, tokenizer)
-    expected = evaluated(tmp_path, "stock")
-    same(served(tmp_path), expected)
-    same(evaluated(tmp_path, "pool"), expected)
+    check(tmp_path, "stock", "pool")
 
 
 def test_the_command_prints_the_metrics(tmp_path, monkeypatch, capsys):

@@ -220,7 +220,7 @@ def test_any_order_of_calls_keeps_the_books(attention):
     run(attention, examples=8, steps=20, phases=[hypothesis.Phase.generate])  # no time for small examples
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_many_orders_of_calls_keep_the_books(attention):
     run(attention, examples=30, steps=50, phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink])

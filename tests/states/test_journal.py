@@ -39,7 +39,8 @@ def read(module, x, state, cuts, **given):
     return state
 
 
-@pytest.mark.parametrize("donate", [False, True])
+# Scripts below donate nothing.
+@pytest.mark.parametrize("donate", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_what_is_read_after_a_rewind_is_what_it_would_have_been(name, donate):
     """For each mechanism, token by token, and with a call that is rewound in part."""
@@ -147,7 +148,7 @@ def test_any_script_ends_where_its_remaining_tokens_end(name, tmp_path):
     if getattr(module, "has_layer_carry", False):
         pytest.skip("a journal reads no carry")
     generator = torch.Generator().manual_seed(1)
-    for _ in range(4):
+    for _ in range(2):
         script = Script(module, generator, tmp_path)
         for _ in range(20):
             script.run()

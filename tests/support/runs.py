@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import training_process
 from longspan.train import fit, loop
 from training_process import HANGS, TINY, tiny
 
@@ -37,27 +38,39 @@ def fit_in_two(config, run, step, monkeypatch):
     return fit(config, run, resume=True, progress=False)
 
 
-def start(folder, *, resume=False, pause=0.0, dropout=0.1, model=None, double=False, writing=None, **fields):
-    """A process that trains in ``folder``, in a separate process group, with its output in the files out and err."""
+def job(folder, *, resume=False, pause=0.0, dropout=0.1, model=None, double=False, writing=None, **fields):
+    """A run in ``folder``, as ``training_process`` does it."""
     folder.mkdir(exist_ok=True)
-    job = {
+    return {
         "model": model or TINY.to_dict() | {"dropout": dropout},
         "run": vars(tiny(folder, **fields)),
         "resume": resume,
         "pause": pause,
+        "record": str(folder),
         "double": double,
         "writing": writing or {},
     }
-    command = [
-        sys.executable,
-        Path(__file__).parents[1] / "training_process.py",
-        json.dumps(job | {"record": str(folder)}),
-    ]
+
+
+def start(folder, **fields):
+    """A process that trains in ``folder``, in a separate process group, with its output in the files out and err."""
+    words = json.dumps(job(folder, **fields))
+    command = [sys.executable, Path(__file__).parents[1] / "training_process.py", words]
     with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
         # The one warning that pyproject.toml lets pass, on a machine without a compiler.
         said_once = "ignore:longspan runs without its native CPU kernels:RuntimeWarning"
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": said_once}
         return subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
+
+
+def trained(folder, **fields):
+    """Train in ``folder`` to the end: in this process, unless the run needs several or a process group."""
+    if fields.get("devices", 1) > 1 or fields.get("strategy", "auto") != "auto":
+        finish(start(folder, **fields), folder)
+    else:
+        with pytest.MonkeyPatch.context() as patch:
+            training_process.train(job(folder, **fields), patch.setattr)
+    return folder
 
 
 def finish(process, folder):

@@ -11,7 +11,7 @@ from torch import distributed as dist
 
 from longspan.models import checkpoint, parts, shards
 from longspan.models.decoder import Decoder
-from support.runs import finish, start, wait_while
+from support.runs import start, trained, wait_while
 from training_process import HANGS, TINY, checkpoints, in_parts
 
 FIELDS = {"steps": 12, "dropout": 0.0, "evaluate_every": 12, "save_every": 4, "keep": 9, "evaluate_examples": 2}
@@ -73,7 +73,7 @@ def test_errors_are_raised_by_wait(where, alone, tmp_path, monkeypatch):
 def sync(tmp_path_factory):
     """A run of two processes that writes its checkpoints at once."""
     folder = tmp_path_factory.mktemp("sync") / "run"
-    finish(start(folder, **TWO), folder)
+    trained(folder, **TWO)
     return folder
 
 
@@ -89,10 +89,11 @@ def assert_equal(found, wanted):
             assert all(torch.equal(value, two[key]) for key, value in one.items())
 
 
-# Each process waits before it writes its part of step 8, and trains on meanwhile.
-@pytest.mark.full
+# Each process waits before it writes its part of step 8, and trains on meanwhile. What is killed below and goes on
+# writes the same ones, too.
+@pytest.mark.slow
 def test_a_run_writes_the_same_checkpoints(sync, tmp_path):
-    finish(start(tmp_path, writing={"step": 8, "seconds": 1.0}, **LATER), tmp_path)
+    trained(tmp_path, writing={"step": 8, "seconds": 1.0}, **LATER)
     assert checkpoints(tmp_path) == checkpoints(sync)
     assert_equal(tmp_path, sync)
     assert (tmp_path / "run/checkpoints/step-00000012/model.safetensors").exists()
@@ -115,7 +116,7 @@ def test_killed_while_writing_the_checkpoint_before_is_the_last(sync, tmp_path):
     for prefix in ("model.", "optimizer."):
         one, two = (in_parts(folder / "run/checkpoints/step-00000004", prefix) for folder in (tmp_path, sync))
         assert all(torch.equal(value, two[key]) for key, value in one.items())
-    finish(start(tmp_path, resume=True, **LATER), tmp_path)
+    trained(tmp_path, resume=True, **LATER)
     assert_equal(tmp_path, sync)
     assert not [path for path in (tmp_path / "run/checkpoints").iterdir() if path.name.startswith(".")]
 

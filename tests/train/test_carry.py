@@ -1,15 +1,10 @@
 """States that are carried along a text: in training, which resumes them to the last bit, and in evaluation."""
 
 import itertools
-import json
 import math
-import os
 import shutil
 import signal
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,11 +15,11 @@ from longspan.data.streams import Stream
 from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
-from longspan.train import TrainConfig, fit, streaming_eval, tbptt
+from longspan.train import fit, streaming_eval, tbptt
 from longspan.train.evaluate import total
 from longspan.train.objectives import Streams
-from support.runs import fit_in_two, wait_for
-from training_process import HANGS, weights
+from support.runs import fit_in_two, start, trained, wait_for
+from training_process import tiny, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -52,21 +47,13 @@ def text(tmp_path_factory):
 
 
 def run(folder, text, **fields):
-    return TrainConfig(
-        **{
-            "data": text,
-            "length": LENGTH,
-            "stream": True,
-            "steps": 11,
-            "batch": 3,
-            "evaluate_every": 4,
-            "evaluate_examples": 7,
-            "save_every": 3,
-            "warmup": 2,
-            "out": str(folder / "run"),
-        }
-        | fields
-    )
+    return tiny(folder, **{"data": text, "length": LENGTH, "stream": True, "batch": 3} | fields)
+
+
+def job(text, **fields):
+    """The fields of a run in another process."""
+    stream = {"data": text, "length": LENGTH, "stream": True, "batch": 3}
+    return stream | {"model": XL.to_dict() | {"dropout": 0.0}} | fields
 
 
 class TestObjective:
@@ -221,22 +208,23 @@ class TestTraining:
 class TestProcesses:
     @pytest.mark.full
     def test_killed_and_resumed_is_uninterrupted_to_the_last_bit(self, tmp_path, text):
-        fields = {"steps": 16, "accumulate": 2, "save_every": 3}
+        fields = job(text, steps=16, accumulate=2, save_every=3)
         whole, killed = tmp_path / "whole", tmp_path / "killed"
-        done(start(whole, text, **fields), whole)
-        process = start(killed, text, pause=0.05, **fields)
+        trained(whole, **fields)
+        process = start(killed, pause=0.05, **fields)
         wait_for(killed, process, 6)
         process.kill()
         assert process.wait() == -signal.SIGKILL
-        done(start(killed, text, resume=True, **fields), killed)
+        trained(killed, resume=True, **fields)
         assert weights(killed) == weights(whole)
         assert all(torch.equal(a, b) for a, b in zip(states(killed), states(whole), strict=True))
 
     @pytest.mark.slow
     def test_two_processes_read_the_rows_of_one_and_go_on_with_them(self, tmp_path, text):
-        fields, two, cut, one = {"steps": 8, "save_every": 4}, tmp_path / "two", tmp_path / "cut", tmp_path / "one"
-        done(start(two, text, devices=2, **fields), two)
-        done(start(one, text, batch=6, **fields), one)
+        fields = job(text, steps=8, save_every=4)
+        two, cut, one = tmp_path / "two", tmp_path / "cut", tmp_path / "one"
+        trained(two, **fields | {"devices": 2})
+        trained(one, **fields | {"batch": 6})
         assert torch.equal(states(two)[0], states(one)[0])
         for mine, other in zip(states(two), states(one), strict=True):
             torch.testing.assert_close(mine, other, rtol=0, atol=1e-4)
@@ -244,7 +232,7 @@ class TestProcesses:
         shutil.rmtree(cut / "run" / "checkpoints" / "step-00000008")
         for pointer in ("best", "last"):
             (cut / "run" / "checkpoints" / pointer).write_text("step-00000004\n")
-        done(start(cut, text, devices=2, resume=True, **fields), cut)
+        trained(cut, resume=True, **fields | {"devices": 2})
         assert weights(cut) == weights(two)
         assert all(torch.equal(a, b) for a, b in zip(states(cut), states(two), strict=True))
 
@@ -325,19 +313,3 @@ def positions(dataset, micro, rows):
         begins = [d for d in dataset.documents["train"].tolist() if d < end] + [row * stream.count // rows * LENGTH]
         found.append(end - max(begins))
     return found
-
-
-def start(folder, text, *, resume=False, pause=0.0, **fields):
-    """A process that trains in ``folder``, with its output in the files out and err."""
-    folder.mkdir(exist_ok=True)
-    job = {"model": XL.to_dict() | {"dropout": 0.0}, "run": vars(run(folder, text, **fields))}
-    job |= {"resume": resume, "pause": pause}
-    command = [sys.executable, Path(__file__).parents[1] / "training_process.py", json.dumps(job)]
-    with (folder / "out").open("w") as out, (folder / "err").open("w") as err:
-        said_once = "ignore:longspan runs without its native CPU kernels:RuntimeWarning"
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": said_once}
-        return subprocess.Popen(command, stdout=out, stderr=err, env=environment, start_new_session=True)
-
-
-def done(process, folder):
-    assert process.wait(timeout=HANGS) == 0, (folder / "err").read_text()

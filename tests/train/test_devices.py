@@ -25,7 +25,7 @@ from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import fit, loop, objectives
 from longspan.train.place import PLACE
-from support.runs import finish, start, wait_for
+from support.runs import start, trained, wait_for
 from training_process import HANGS, TINY, tiny
 
 SIZES = {"dim": 8, "heads": 2, "feedforward": 12}
@@ -108,10 +108,8 @@ def test_compressive_takes_a_second_step_of_data_parallel_training(tmp_path):
 def test_two_devices_equal_one_with_the_double_batch(attention, penalty, tmp_path):
     model = asdict(TINY) | {"attention": attention, "positions": "none", "dropout": 0.0}
     fields = {"steps": 4, "penalty": penalty, "model": model}
-    two = start(tmp_path / "two", batch=3, devices=2, **fields)
-    finish(two, tmp_path / "two")
-    one = start(tmp_path / "one", batch=6, devices=1, **fields)
-    finish(one, tmp_path / "one")
+    trained(tmp_path / "two", batch=3, devices=2, **fields)
+    trained(tmp_path / "one", batch=6, **fields)
     first, second = (torch.load(tmp_path / "two" / f"weights-{rank}.pt") for rank in (0, 1))
     alone = torch.load(tmp_path / "one" / "weights-0.pt")
     for name, value in first.items():
@@ -196,9 +194,9 @@ def test_devices_that_cannot_share_a_step_are_refused(fields, message, tmp_path)
 def test_resumed_on_two_devices_reads_the_examples_of_one(tmp_path):
     fields = {"dropout": 0.0, "batch": 3, **FIELDS}
     whole, moved = tmp_path / "whole", tmp_path / "moved"
-    finish(start(whole, accumulate=2, **fields), whole)
-    finish(start(moved, accumulate=2, **fields | {"steps": 3}), moved)
-    finish(start(moved, accumulate=2, devices=2, resume=True, **fields), moved)
+    trained(whole, accumulate=2, **fields)
+    trained(moved, accumulate=2, **fields | {"steps": 3})
+    trained(moved, accumulate=2, devices=2, resume=True, **fields)
     recipe = yaml.safe_load((moved / "run" / "config.yaml").read_text())["run"]
     assert (recipe["devices"], recipe["accumulate"]) == (2, 1)
     wanted = taken(whole, 1, 2)
@@ -218,7 +216,7 @@ def children(process):
 def test_killed_at_any_moment_nothing_is_lost(strategy, tmp_path):
     fields = {"dropout": 0.0, "steps": 30, "save_every": 2, "evaluate_every": 8, "strategy": strategy, "keep": 3}
     chance, killed = random.Random(strategy), tmp_path / "killed"
-    finish(start(tmp_path / "whole", batch=6, **fields), tmp_path / "whole")
+    trained(tmp_path / "whole", batch=6, **fields)
     # Alternately a process of two, and the only one.
     for attempt, sizes in enumerate([{"batch": 3, "devices": 2}, {"batch": 6}, {"batch": 3, "devices": 2}]):
         at = 4 + 8 * attempt
@@ -238,7 +236,7 @@ def test_killed_at_any_moment_nothing_is_lost(strategy, tmp_path):
         steps = {path: checkpoint.read_config(path)["step"] for path in left}
         assert all(path.name == f"step-{step:08d}" for path, step in steps.items())
         assert all(p.isfinite().all() for path in left for p in checkpoint.load(path).parameters())
-    finish(start(killed, resume=True, **fields, batch=3, devices=2), killed)
+    trained(killed, resume=True, **fields, batch=3, devices=2)
     found, wanted = (longspan.load(f / "run" / "checkpoints" / "step-00000030") for f in (killed, tmp_path / "whole"))
     for name, value in found.state_dict().items():
         torch.testing.assert_close(value, wanted.state_dict()[name], rtol=0, atol=3e-5, msg=name)

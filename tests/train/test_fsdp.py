@@ -20,7 +20,7 @@ from longspan.models import checkpoint, parts, shards
 from longspan.models.decoder import Decoder
 from longspan.train import fit
 from longspan.train.sharded import check
-from support.runs import finish, start
+from support.runs import trained
 from training_process import HANGS, TINY, in_parts, tiny
 
 SIZES = {"dim": 8, "heads": 2, "feedforward": 12, "depth": 2, "vocab": 7, "positions": "none", "length": 64}
@@ -87,7 +87,7 @@ def test_what_cannot_be_sharded_is_named(stack, message, tmp_path):
 def sharded(tmp_path_factory):
     """A sharded run of two processes."""
     folder = tmp_path_factory.mktemp("run") / "two"
-    finish(start(folder, **SHARDED), folder)
+    trained(folder, **SHARDED)
     return folder
 
 
@@ -107,7 +107,7 @@ def assert_close(found, wanted, most=1e-5):
 
 @pytest.mark.full
 def test_training_in_parts_equals_one_process(sharded, tmp_path):
-    finish(start(tmp_path / "one", **FIELDS, batch=6), tmp_path / "one")
+    trained(tmp_path / "one", **FIELDS, batch=6)
     assert_close(whole(sharded, "step-00000012"), whole(tmp_path / "one", "step-00000012"))
     assert (sharded / "run/checkpoints/best").read_text() == (tmp_path / "one/run/checkpoints/best").read_text()
     first, second = (torch.load(sharded / f"weights-{rank}.pt") for rank in (0, 1))
@@ -123,7 +123,7 @@ def resumed_from(folder, other, step, **fields):
     for path in (other / "run" / "checkpoints").glob("step-*"):
         if int(path.name[5:]) > step:
             shutil.rmtree(path)
-    finish(start(other, resume=True, **SHARDED | fields), other)
+    trained(other, resume=True, **SHARDED | fields)
 
 
 @pytest.mark.full
@@ -137,7 +137,7 @@ def test_resumed_on_as_many_devices_is_uninterrupted_to_the_last_bit(sharded, tm
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("devices", "batch", "accumulate"), [(1, 3, 2), (3, 2, 1)])
+@pytest.mark.parametrize(("devices", "batch", "accumulate"), [(1, 3, 2), pytest.param(3, 2, 1, marks=pytest.mark.slow)])
 def test_resumed_on_other_devices_reads_the_same_examples(sharded, tmp_path, devices, batch, accumulate):
     other = tmp_path / "other"
     # With the same batch, the number of micro-batches follows; with another one, the product must fit.

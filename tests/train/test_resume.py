@@ -22,7 +22,7 @@ from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from longspan.train import fit, loop
 from longspan.train.report import COLUMNS, Table
-from support.runs import finish, press_at, start, wait_for
+from support.runs import press_at, start, trained, wait_for
 from training_process import HANGS, TINY, best_at, checkpoints, tiny, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -297,14 +297,13 @@ class TestProcesses:
     def test_killed_and_resumed_is_uninterrupted_to_the_last_bit(self, tmp_path):
         fields = {"steps": 40, "accumulate": 2, "optimizer": "radam", "schedule": "drop", "drop_at": 20, "batch": 3}
         whole, killed = tmp_path / "whole", tmp_path / "killed"
-        uninterrupted = start(whole, **fields)
+        trained(whole, **fields)
         process = start(killed, pause=0.05, **fields)
         wait_for(killed, process, 12)
         process.kill()
         assert process.wait() == -signal.SIGKILL
         assert int((killed / "run/checkpoints/last").read_text()[5:]) < 40
-        finish(start(killed, resume=True, **fields), killed)
-        finish(uninterrupted, whole)
+        trained(killed, resume=True, **fields)
         assert weights(killed) == weights(whole)
         for name in ("best", "last"):
             one, other = (checkpoint.resolve(folder / "run", prefer=name) for folder in (whole, killed))
@@ -318,10 +317,8 @@ class TestProcesses:
     @pytest.mark.slow
     def test_two_processes_are_one_with_the_double_batch(self, tmp_path):
         config = {"batch": 3, "steps": 6, "devices": 2, "dropout": 0.0}
-        two = start(tmp_path / "two", **config)
-        finish(two, tmp_path / "two")
-        one = start(tmp_path / "one", **config | {"batch": 6, "devices": 1})
-        finish(one, tmp_path / "one")
+        trained(tmp_path / "two", **config)
+        trained(tmp_path / "one", **config | {"batch": 6, "devices": 1})
         first, second = (torch.load(tmp_path / "two" / f"weights-{rank}.pt") for rank in (0, 1))
         alone = torch.load(tmp_path / "one" / "weights-0.pt")
         for name, value in first.items():
@@ -344,7 +341,7 @@ class TestProcesses:
         said = (tmp_path / "two" / "err").read_text()
         assert len(re.findall(r"interrupted at step \d+; step-\d+ is saved in", said)) == 1
         assert "Traceback" not in said
-        finish(start(tmp_path / "two", resume=True, **config), tmp_path / "two")
+        trained(tmp_path / "two", resume=True, **config)
         first, second = (torch.load(tmp_path / "two" / f"weights-{rank}.pt") for rank in (0, 1))
         assert all(torch.equal(value, second[name]) for name, value in first.items())
         assert checkpoints(tmp_path / "two")[-1] == "step-00000030"

@@ -13,9 +13,10 @@ import torch
 import yaml
 
 import longspan
+from longspan.cli import main
 from longspan.models.config import EncoderConfig
 from longspan.train import fit
-from support.runs import finish, start
+from support.runs import trained
 from training_process import HANGS, TINY, tiny
 
 # 64 tokens; clipped in every step.
@@ -24,13 +25,11 @@ ATTENTION = "gated_deltanet; local(window=9)"
 LIMIT = 1e-10
 
 
-def model(attention):
-    return TINY.to_dict() | {"dropout": 0.0, "attention": attention, "positions": "sinusoidal", "depth": 2}
+MODEL = TINY.to_dict() | {"dropout": 0.0, "attention": ATTENTION, "positions": "sinusoidal", "depth": 2}
 
 
-def trained(folder, attention=ATTENTION, **fields):
-    finish(start(folder, model=model(attention), **FIELDS | fields), folder)
-    return folder
+def ran(folder, **fields):
+    return trained(folder, model=MODEL, **FIELDS | fields)
 
 
 def rows(folder):
@@ -54,13 +53,13 @@ def check(found, wanted, limit=LIMIT):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run of one process with four examples per step."""
-    return trained(tmp_path_factory.mktemp("whole"), batch=4)
+    return ran(tmp_path_factory.mktemp("whole"), batch=4)
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     """The run of two processes that share each example."""
-    return trained(tmp_path_factory.mktemp("shared"), batch=2, accumulate=2, devices=2, sequence_parallel=2)
+    return ran(tmp_path_factory.mktemp("shared"), batch=2, accumulate=2, devices=2, sequence_parallel=2)
 
 
 @pytest.mark.full
@@ -73,16 +72,14 @@ def test_two_processes_equal_one(whole, shared):
 # Four processes: two read two examples each, and each example has two parts.
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("attention", "fields"),
+    "fields",
     [
-        pytest.param(ATTENTION, {"strategy": "ddp", "batch": 1, "accumulate": 2}, marks=pytest.mark.slow),
-        ("infini(segment=5); softmax", {"strategy": "fsdp", "batch": 2}),
+        pytest.param({"strategy": "ddp", "batch": 1, "accumulate": 2}, marks=pytest.mark.slow),
+        {"strategy": "fsdp", "batch": 2},
     ],
 )
-def test_of_data_and_sequence(attention, fields, whole, tmp_path):
-    if attention != ATTENTION:
-        whole = trained(tmp_path / "whole", attention, batch=4)
-    check(trained(tmp_path / "four", attention, devices=4, sequence_parallel=2, **fields), whole)
+def test_of_data_and_sequence(fields, whole, tmp_path):
+    check(ran(tmp_path / "four", devices=4, sequence_parallel=2, **fields), whole)
 
 
 # 64 tokens in three parts; and other examples for each process. The number of micro-batches follows.
@@ -94,7 +91,7 @@ def test_resumed_with_other_processes_and_parts(devices, parts, accumulate, whol
         (at / name).write_text("step-00000002\n")
     for name in ("step-00000004", "step-00000006"):
         shutil.rmtree(at / name)
-    trained(tmp_path, batch=2, accumulate=2, devices=devices, sequence_parallel=parts, resume=True)
+    ran(tmp_path, batch=2, accumulate=2, devices=devices, sequence_parallel=parts, resume=True)
     check(tmp_path, whole)
     recipe = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["run"]
     assert (recipe["accumulate"], recipe["sequence_parallel"]) == (accumulate, parts)
@@ -108,15 +105,10 @@ def test_documents_are_kept_apart(strategy, tmp_path):
     texts.mkdir()
     for i in range(200):
         (texts / f"{i:03d}.txt").write_bytes(bytes((i * 7 + j * j) % 17 for j in range(5 + 3 * (i % 9))))
-    fields = {"data": f"text:{texts}", "length": 37, "segments": True, "model": None}
-    wide = model(ATTENTION) | {"vocab": 256, "length": 37}
-    found = []
-    for name, more in (("one", {"batch": 2}), ("two", {"batch": 2, "devices": 2, "sequence_parallel": 2})):
-        fields["model"] = wide
-        folder = tmp_path / name
-        finish(start(folder, **FIELDS | fields | more | ({"strategy": strategy} if name == "two" else {})), folder)
-        found.append(folder)
-    check(found[1], found[0])
+    fields = FIELDS | {"data": f"text:{texts}", "length": 37, "segments": True, "batch": 2}
+    fields["model"] = MODEL | {"vocab": 256, "length": 37}
+    one = trained(tmp_path / "one", **fields)
+    check(trained(tmp_path / "two", devices=2, sequence_parallel=2, strategy=strategy, **fields), one)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +155,7 @@ def test_an_encoder_has_no_next_token(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-# In float32, by the command line: parts of the weights; parts of the weights and of the examples.
+# In float32, by the command line: parts of the weights and of the examples.
 @pytest.mark.full
 def test_torchrun_gives_the_losses_of_one_process(tmp_path):
     text = tmp_path / "text.txt"
@@ -175,24 +167,19 @@ def test_torchrun_gives_the_losses_of_one_process(tmp_path):
         "--run.evaluate_every=5",
         "--run.learning_rate=0.01",
     ]
-    words += ["--run.evaluate_examples=8", "--run.save_every=10", "--model.dim=16", "--model.depth=2"]
+    words += ["--run.evaluate_examples=8", "--run.save_every=10", "--model.dim=16", "--model.depth=2", "--run.batch=4"]
     words += ["--model.heads=2", "--model.feedforward=32", "--model.attention=gated_deltanet", "--model.positions=none"]
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
-    fsdp, found = ["--run.devices=2", "--run.strategy=fsdp", "--run.async_checkpoints=true"], []
-    for name, begin, more in (
-        ("one", [], ["--run.batch=4"]),
-        ("fsdp", torchrun, ["--run.batch=2", *fsdp]),
-        ("sequence", torchrun, ["--run.batch=4", "--run.sequence_parallel=2", *fsdp]),
-    ):
-        command = [sys.executable, "-m", *begin, "longspan", "train", *words, *more, f"--run.out={tmp_path / name}/run"]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANGS)
-        assert done.returncode == 0, done.stderr
-        found.append(rows(tmp_path / name))
-        model = longspan.load(tmp_path / name / "run")
-        assert longspan.generate(model, torch.zeros(1, 3, dtype=torch.long), max_new_tokens=4).shape == (1, 4)
-    assert [row["step"] for row in found[0]] == [5, 10, 15, 20]
-    assert found[0][-1]["loss"] < 0.9 * found[0][0]["loss"]
-    for other in found[1:]:
-        for one, two in zip(other, found[0], strict=True):
-            assert one == pytest.approx(two, rel=1e-4)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
+    sequence = ["--run.devices=2", "--run.strategy=fsdp", "--run.async_checkpoints=true", "--run.sequence_parallel=2"]
+    assert main(["train", *words, f"--run.out={tmp_path / 'one'}/run"]) == 0
+    command = [*torchrun, "longspan", "train", *words, *sequence, f"--run.out={tmp_path / 'sequence'}/run"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=HANGS)
+    assert done.returncode == 0, done.stderr
+    model = longspan.load(tmp_path / "sequence" / "run")
+    assert longspan.generate(model, torch.zeros(1, 3, dtype=torch.long), max_new_tokens=4).shape == (1, 4)
+    one, two = (rows(tmp_path / name) for name in ("one", "sequence"))
+    assert [row["step"] for row in one] == [5, 10, 15, 20]
+    assert one[-1]["loss"] < 0.9 * one[0]["loss"]
+    for found, wanted in zip(two, one, strict=True):
+        assert found == pytest.approx(wanted, rel=1e-4)

@@ -16,7 +16,7 @@ from longspan.models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from longspan.models.seq2seq import Seq2Seq
 from longspan.train import TrainConfig, fit, loop, objectives
 from longspan.train.evaluate import evaluate_seq2seq
-from support.runs import finish, fit_in_two, rows, start, wait_for
+from support.runs import fit_in_two, rows, start, trained, wait_for
 from training_process import TINY, tiny, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -248,13 +248,13 @@ class TestRuns:
     def test_killed_and_resumed_is_uninterrupted_to_the_last_bit(self, tmp_path, file):
         fields = {"data": file, "steps": 30, "accumulate": 2, "batch": 3, "model": {"kind": "seq2seq"} | asdict(SMALL)}
         folders = whole, killed = tmp_path / "whole", tmp_path / "killed"
-        finish(start(whole, **fields), whole)
+        trained(whole, **fields)
         process = start(killed, pause=0.05, **fields)
         wait_for(killed, process, 9)
         process.kill()
         assert process.wait() == -signal.SIGKILL
         assert int((killed / "run/checkpoints/last").read_text()[5:]) < 30
-        finish(start(killed, resume=True, **fields), killed)
+        trained(killed, resume=True, **fields)
         assert weights(killed) == weights(whole)
         states = [
             checkpoint.load_training(checkpoint.resolve(folder / "run", prefer="last"))["optimizer_states"][0]["state"]
