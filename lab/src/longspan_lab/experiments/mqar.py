@@ -1,5 +1,6 @@
 """How much a state of given size recalls: accuracy of multi-query associative recall, mechanism by mechanism."""
 
+import math
 import time
 from dataclasses import dataclass
 from itertools import product
@@ -204,6 +205,9 @@ def picture(plt: Any, result: Result) -> Any:
         axis.axhline(1 / pairs, color="grey", linewidth=1, linestyle=":")
         axis.set(title=f"{pairs} pairs", xscale="log", ylim=(0, 1.04))
         axis.grid(alpha=0.3)
+    # Whole powers of ten, since labels between them would overlap.
+    low, high = axes.flat[0].get_xlim()
+    axes.flat[0].set_xlim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))
     figure.supxlabel("bytes of the state of one sequence")
     figure.supylabel("share of the values recalled (dots: a guess among those that came)", fontsize="medium")
     figure.legend(loc="outside right center", fontsize=9)
