@@ -34,6 +34,23 @@ SMALL = {
 }
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 WINDOW = 7
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+    # With many heads hardly any score is exactly 0, so that none are equal.
+    "index_n_heads": 16,
+    "index_head_dim": 8,
+    "index_topk": 5,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
 # name: class, what its configuration has, patterns that its layers must be served under
 MODELS = {
     "mistral": ("Mistral", {"sliding_window": WINDOW}, {"causal & band(6)"}),
@@ -64,7 +81,10 @@ MODELS = {
         {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
         {"causal & band(6)", "causal"},
     ),
+    "deepseek_v32": ("DeepseekV32", LATENT, set()),
+    "glm_moe_dsa": ("GlmMoeDsa", LATENT | {"indexer_types": ["full", "shared"]}, set()),
 }
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
 
 
 def model(kind, **more):
@@ -124,6 +144,9 @@ def test_the_patterns_serve_what_they_describe(kind):
     if available():
         assert {by for by, _ in under} <= {"native (attention under a pattern)"}
     assert softmax.calls == on_cpu.status().softmax
+    if kind in INDEXED:
+        (what,) = softmax.calls
+        assert what.endswith(", for tokens that an indexer chose")
 
 
 def chunked(kind, since):
