@@ -180,6 +180,34 @@ def test_texts_are_those_of_eager_code(kind):
     assert torch.equal(*texts)
 
 
+@pytest.mark.parametrize("kind", INDEXED)
+@pytest.mark.parametrize("name", ["eager", "longspan"])
+def test_an_indexer_chooses_what_the_original_does(kind, name):
+    made, x, hidden = model(kind), tokens(2, 29), padded(2, 29)
+    made.set_attn_implementation(name)
+    chosen = f"{MODELS[kind][0]}Indexer.forward"
+
+    def outputs():
+        with torch.no_grad():
+            first = made(x[:, :20], use_cache=True)
+            rest = made(x[:, 20:], use_cache=True, **{NAME: first[NAME]})
+            beside = made(x, attention_mask=hidden, use_cache=False).logits[hidden.bool()]
+            return made(x, use_cache=False).logits, first.logits, rest.logits, beside
+
+    theirs = outputs()
+    try:
+        on_cpu.accelerate(made)
+        ours, calls = outputs(), on_cpu.status().functions[kind][chosen]
+    finally:
+        on_cpu.restore()
+    for a, b in zip(ours, theirs, strict=True):
+        close(a, b)
+    layers = 2 if kind == "deepseek_v32" else 1
+    by_original = {what: count for what, count in calls.items() if what.startswith("the original")}
+    assert by_original == {"the original, since its mask hides earlier tokens": layers}
+    assert sum(calls.values()) == 4 * layers
+
+
 @pytest.mark.parametrize("kind", ["mistral", "qwen3", "gemma3", "llama4", "gemma2"])
 def test_packed_rows_are_served_by_their_borders(kind):
     """GPT-OSS is left out: its model makes masks without position_ids, so that its sequences see one another."""

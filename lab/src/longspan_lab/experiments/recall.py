@@ -76,7 +76,8 @@ class Recaller(nn.Module):
 
     def loss(self, sequences: Sequences) -> Tensor:
         """Cross entropy of the target values, in nats, and the penalties of the layers."""
-        asked, record = sequences.targets >= 0, {"penalty": None} if self.penalized else None
+        asked = sequences.targets >= 0
+        record: dict[str, Any] | None = {"penalty": None} if self.penalized else None
         nats = F.cross_entropy(self(sequences.tokens, record)[asked], sequences.targets[asked])
         return nats + record["penalty"] if record else nats
 

@@ -55,7 +55,7 @@ class Mechanism(Mixer):
         return q, k, v
 
     def out(self, o: Tensor) -> Tensor:
-        """Return what the heads have read, (B,N,width); ``project_out`` follows."""
+        """Return o (B,N,width) as it is: ``_run`` projects it after the layer's gate."""
         return o
 
     def _run(self, x: Tensor, state: Any, real: Tensor | None, donate: bool) -> tuple[Tensor, Any]:
