@@ -81,10 +81,14 @@ MODELS = {
         {"sliding_window": WINDOW, "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8},
         {"causal & band(6)", "causal"},
     ),
-    "deepseek_v32": ("DeepseekV32", LATENT, set()),
-    "glm_moe_dsa": ("GlmMoeDsa", LATENT | {"indexer_types": ["full", "shared"]}, set()),
 }
-INDEXED = ("deepseek_v32", "glm_moe_dsa")
+# Earlier indexers return masks.
+if version() >= (5, 24):
+    MODELS |= {
+        "deepseek_v32": ("DeepseekV32", LATENT, set()),
+        "glm_moe_dsa": ("GlmMoeDsa", LATENT | {"indexer_types": ["full", "shared"]}, set()),
+    }
+INDEXED = tuple(kind for kind, (_, own, _) in MODELS.items() if "index_topk" in own)
 
 
 def model(kind, **more):

@@ -20,7 +20,8 @@ from .models import ATTRIBUTES, INDEXERS, MODELS, UNSERVED, UNSERVED_LAYERS, Lay
 from .record import Replaced, replaced, untouched, version
 from .report import Status, status
 
-UNDOES = (5, 24)  # the first version of transformers whose caches can undo tokens with our recurrences
+# The first version of transformers whose caches can undo tokens with our recurrences, and whose indexers are served.
+UNDOES = (5, 24)
 
 
 def accelerate(model: nn.Module | None = None, *, lazy_logits: bool = False) -> Status:
@@ -125,7 +126,8 @@ def _module(module: ModuleType) -> None:
         outer, _, layer = name.partition(".")
         if outer == kind and layer in module.__dict__:
             untouched[name] = why
-    for name, ours in INDEXERS.get(kind, {}).items():
+    # Earlier indexers return masks.
+    for name, ours in INDEXERS.get(kind, {}).items() if version() >= UNDOES else ():
         owner, attribute = _owner(module, name)
         _replace(kind, name, owner, attribute, getattr(owner, attribute), ours)
     if kind not in MODELS:
