@@ -12,7 +12,7 @@ import importlib
 import json
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -22,14 +22,15 @@ import torch
 from torch import Tensor
 
 B, T, H, HV = 1, 9, 2, 4
+BLOCK, TOP = 2, 4  # tokens per block, and blocks per query
 SIZES = 6, 4  # channels of keys and of values
-IDS = torch.arange(8)[None] * 5 % 12
 RECORDED = json.loads((Path(__file__).parent / "compat" / "fla_names.json").read_text(encoding="utf-8"))
 # Model types whose layers run in the interpreter. The others: log_linear_mamba2 and mamba3 require CUDA, lightnet has
 # a scan that the interpreter does not have, mamba and mamba2 are transformers' own classes here.
 MODELS = (
     *("gla", "delta_net", "gated_deltanet", "kda", "gated_deltaproduct", "comba"),
     *("retnet", "linear_attn", "hgrn", "hgrn2", "rwkv6", "rwkv7"),
+    *("forgetting_transformer", "path_attn", "nsa", "transformer", "mla"),
 )
 
 
@@ -89,6 +90,80 @@ FUNCTIONS = {
 }
 
 
+class Naive(NamedTuple):
+    """A definition of the original in plain PyTorch: ``call(module, **tensors)`` returns its output."""
+
+    module: str  # below fla.ops
+    tensors: str
+    call: Callable[..., Tensor]
+    differentiable: bool = True
+    through_state: bool = True
+
+
+def naive_abc(module: Any, **tensors: Tensor) -> Tensor:
+    """Its layout is (B,H,T,channels)."""
+    given = {name: t.transpose(1, 2) for name, t in tensors.items()}
+    return module.naive_recurrent_abc(**given)[0].transpose(1, 2)
+
+
+def naive_path(module: Any, q: Tensor, beta: Tensor, **tensors: Tensor) -> Tensor:
+    """Without forget gates."""
+    scale = q.shape[-1] ** -0.5
+    return module.naive_path_attn(q, beta=2 * beta, g=torch.zeros_like(beta), scale=scale, chunk_size=4, **tensors)
+
+
+def means(x: Tensor) -> Tensor:
+    """The means of whole blocks: x (B,T,H,D) -> (B,blocks,H,D)."""
+    return x[:, : len(x[0]) // BLOCK * BLOCK].unflatten(1, (-1, BLOCK)).mean(2)
+
+
+def nsa_choice(module: Any, q: Tensor, k: Tensor) -> Tensor:
+    """The blocks of each query, (B,T,H,TOP) in ascending order, -1 for none."""
+    # The last block is not whole, so that its mean does not matter.
+    own = torch.nn.functional.pad(means(k), (0, 0, 0, 0, 0, k.shape[1] % BLOCK))
+    blocks = module.naive_nsa_topk(q, own, TOP, BLOCK, q.shape[-1] ** -0.5)
+    none = own.shape[1]
+    return blocks.masked_fill(blocks < 0, none).sort(-1).values.float()
+
+
+def nsa_best(module: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The branch that reads the best blocks."""
+    blocks = nsa_choice(module, q.detach(), k.detach()).long()
+    return module.naive_nsa_selection(q, k, v, blocks.masked_fill(blocks * BLOCK >= k.shape[1], -1), BLOCK)
+
+
+NAIVE = {
+    "forgetting": Naive("forgetting_attn.naive", "q k v g", lambda m, **t: m.naive_forgetting_attn(**t)),
+    "path": Naive("path_attn.naive", "q k v w=unit beta", naive_path),
+    "stick_breaking": Naive("stickbreaking_attn.naive", "q k v", lambda m, **t: m.naive_stickbreaking_attn(**t)[0]),
+    "stick_breaking-current": Naive(
+        "stickbreaking_attn.naive", "q k v", lambda m, **t: m.naive_stickbreaking_attn(**t, attend_current=True)[0]
+    ),
+    "gsa": Naive("gsa.naive", "q k v s=weights g=gk", lambda m, **t: m.naive_recurrent_gsa(**t)[0]),
+    "abc": Naive("abc.naive", "q k v s=b", naive_abc),
+    "mesa": Naive(
+        "mesa_net.naive",
+        "q k=unit v=b g beta lamb=u",
+        lambda m, lamb, **t: m.naive_mesa_net_exact(lamb=0.25 + lamb.square(), **t)[0],
+    ),
+    "preconditioned": Naive(
+        "precond_gated_delta_rule.naive",
+        "q k v g g_atk=fade beta beta_atk",
+        lambda m, **t: m.naive_recurrent_precond_gated_delta_rule(**t)[0],
+    ),
+    "dsa": Naive(
+        "dsa.naive", "q k v a b=x w=beta", lambda m, a, b, w, **t: m.naive_dsa(**t, q_idx=a, k_idx=b, w_idx=w, topk=TOP)
+    ),
+    "nsa-summary": Naive(
+        "nsa.naive",
+        "q k v",
+        lambda m, q, k, v: m.naive_nsa_compression(q, means(k), means(v), BLOCK, q.shape[-1] ** -0.5)[0],
+    ),
+    "nsa-choice": Naive("nsa.naive", "q k", nsa_choice, differentiable=False),
+    "nsa-best": Naive("nsa.naive", "q k v", nsa_best),
+}
+
+
 def drawn(name: str, *shape: int) -> Tensor:
     """Normally distributed numbers that depend on the name only, the same in every version of numpy."""
     return torch.from_numpy(np.random.RandomState(zlib.crc32(name.encode())).standard_normal(shape)).float()
@@ -111,16 +186,18 @@ def operands(keys: int, values: int) -> dict[str, Tensor]:
         }
     found |= {"u": drawn("u", H, keys), "x": drawn("x", B, T, keys), "last": drawn("last", B, keys)}
     found["gates"] = -drawn("gates", B, T, keys).exp()
+    found |= {"a": drawn("a", B, T, H, keys), "fade": -drawn("fade", B, T, H).exp()}
+    found["beta_atk"] = drawn("beta_atk", B, T, H).sigmoid()
     return found
 
 
-def arguments(case: Function, given: dict[str, Tensor]) -> dict[str, Tensor]:
+def arguments(case: Function | Naive, given: dict[str, Tensor]) -> dict[str, Tensor]:
     """The tensors of a function by the names of its arguments, each one a leaf."""
     pairs = (pair.partition("=") for pair in case.tensors.split())
     return {name: given[other or name].clone().requires_grad_(case.differentiable) for name, _, other in pairs}
 
 
-def results(case: Function, out: Tensor, end: Any, leaves: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def results(case: Function | Naive, out: Tensor, end: Any, leaves: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Outputs, last states, and the gradients of a sum of sines of them."""
     ends = end if isinstance(end, tuple) else (end,)
     yield "out", out
@@ -128,7 +205,8 @@ def results(case: Function, out: Tensor, end: Any, leaves: dict[str, Tensor]) ->
     needed = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
     if needed:
         read = (out, *ends) if case.through_state else (out,)
-        grads = torch.autograd.grad(sum(one.sin().sum() for one in read), list(needed.values()))
+        total = sum(one.sin().sum() for one in read)
+        grads = torch.autograd.grad(total, list(needed.values()), allow_unused=True, materialize_grads=True)
         yield from ((f"grad_{name}", grad) for name, grad in zip(needed, grads, strict=True))
 
 
@@ -142,6 +220,11 @@ def model_options(name: str, case: int) -> dict[str, Any]:
     return RECORDED[name]["models"][case]["options"] | {"vocab_size": 12, "num_hidden_layers": 2}
 
 
+def ids(name: str) -> Tensor:
+    """Tokens (1,N) for a model; those of nsa are more blocks than it reads."""
+    return torch.arange(44 if name == "nsa" else 8)[None] * 5 % 12
+
+
 def fill(model: Any) -> Any:
     """Give every parameter of a model numbers that depend on its name."""
     with torch.no_grad():
@@ -150,6 +233,16 @@ def fill(model: Any) -> Any:
             scale, mean = 0.3 if parameter.dim() > 1 else 0.25, 1.0 if name.endswith("norm.weight") else 0.0
             parameter.copy_(scale * drawn(name, *parameter.shape) + mean)
     return model.eval()
+
+
+def flash(q: Tensor, k: Tensor, v: Tensor, causal: bool, window_size: tuple[int, int] = (-1, -1)) -> Tensor:
+    """What ``flash_attn_func`` of the package flash-attn computes on GPUs: q, k, v (B,T,H,channels)."""
+    seen = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).tril()
+    if window_size[0] >= 0:
+        seen = seen.triu(-window_size[0])
+    k, v = (t.repeat_interleave(q.shape[2] // t.shape[2], 2) for t in (k, v))
+    logits = torch.einsum("bihd,bjhd->bhij", q, k) / q.shape[-1] ** 0.5
+    return torch.einsum("bhij,bjhd->bihd", logits.masked_fill(~seen, -torch.inf).softmax(-1), v)
 
 
 def main(path: str, keys: int, values: int) -> None:
@@ -163,6 +256,8 @@ def main(path: str, keys: int, values: int) -> None:
         self, fn, names, configs[:1], *more, **options
     )
     importlib.import_module("fla.models")
+    for module in ("ops.nsa.parallel", "layers.attn", "layers.mla"):
+        importlib.import_module(f"fla.{module}").flash_attn_func = flash  # pyright: ignore[reportAttributeAccessIssue]
     found = {}
     given = operands(keys, values)
     for name, case in FUNCTIONS.items():
@@ -170,10 +265,14 @@ def main(path: str, keys: int, values: int) -> None:
         leaves = arguments(case, given)
         out, end = function(**leaves, **case.options, output_final_state=True)
         found |= {f"{name}/{part}": value for part, value in results(case, out, end, leaves)}
+    for name, case in NAIVE.items():
+        leaves = arguments(case, given)
+        out = case.call(importlib.import_module(f"fla.ops.{case.module}"), **leaves)
+        found |= {f"naive-{name}/{part}": value for part, value in results(case, out, (), leaves)}
     for name, case in model_cases():
         model = fill(AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **model_options(name, case))))
         with torch.no_grad():
-            found[f"model-{name}/{case}/logits"] = model(IDS, use_cache=False).logits
+            found[f"model-{name}/{case}/logits"] = model(ids(name), use_cache=False).logits
     np.savez_compressed(path, **{name: value.detach().numpy() for name, value in found.items()})
 
 

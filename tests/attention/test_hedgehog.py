@@ -29,9 +29,10 @@ def build(spec, causal=True) -> Any:
 
 def definition(module, x, mask, segments):
     """The outputs at real tokens, from the matrix of all pairs."""
+    n = x.shape[1]
     same_row = mask[:, None, :] & (segments[:, :, None] == segments[:, None, :])
     # Positions count the real tokens of a segment.
-    before = (same_row & torch.ones(N, N, dtype=torch.bool).tril(-1)).sum(-1)
+    before = (same_row & torch.ones(n, n, dtype=torch.bool).tril(-1)).sum(-1)
     q, k, v = (split(part(x), 2) for part in (module.query, module.key, module.value))
     if module.rotary:
         q, k = (rotate(t, before, module.rotary) for t in (q, k))
@@ -41,10 +42,10 @@ def definition(module, x, mask, segments):
         return torch.cat([y, -y], -1).softmax(-1)
 
     weights = features(q, module.query_map) @ features(k, module.key_map).mT
-    allowed = same_row & torch.ones(N, N, dtype=torch.bool).tril() if module.causal else same_row
+    allowed = same_row & torch.ones(n, n, dtype=torch.bool).tril() if module.causal else same_row
     if module.window:
         distance = before[:, :, None] - before[:, None, :]
-        near = (allowed & (distance < module.window))[:, None]
+        near = (allowed & (distance.abs() < module.window))[:, None]
         scores = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~near, -torch.inf)
         peak = scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0)
         weights = torch.where(near, module.gate.exp()[:, None, None] * (scores - peak).exp(), weights)
@@ -64,6 +65,9 @@ def definition(module, x, mask, segments):
         ("hedgehog(window=1)", True),
         ("hedgehog(window=4, rotary=10.0)", True),
         ("hedgehog(window=20)", True),
+        ("hedgehog(window=1)", False),
+        ("hedgehog(window=3, rotary=10.0)", False),
+        ("hedgehog(window=20)", False),
     ],
 )
 def test_it_equals_the_definition(spec, causal):
@@ -103,6 +107,8 @@ def test_long_rows_are_read_in_blocks():
     for token in x.split(1, 1):
         one, at = module(token, at)
         steps.append(one)
+    both = build("hedgehog(window=3)", causal=False)
+    torch.testing.assert_close(both(x)[0], definition(both, x, torch.ones(1, 101).bool(), torch.zeros(1, 101)))
     for found in (torch.cat(steps, 1), module(x)[0]):
         torch.testing.assert_close(found, y, rtol=1e-10, atol=1e-10)
     for ours, theirs in zip(state, at, strict=True):

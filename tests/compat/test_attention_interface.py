@@ -34,6 +34,23 @@ SMALL = {
 }
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 WINDOW = 7
+LATENT = {
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "num_key_value_heads": 4,
+    # With many heads hardly any score is exactly 0, so that none are equal.
+    "index_n_heads": 16,
+    "index_head_dim": 8,
+    "index_topk": 5,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+}
 # name: class, what its configuration has, patterns that its layers must be served under
 MODELS = {
     "mistral": ("Mistral", {"sliding_window": WINDOW}, {"causal & band(6)"}),
@@ -65,6 +82,13 @@ MODELS = {
         {"causal & band(6)", "causal"},
     ),
 }
+# Earlier indexers return masks.
+if version() >= (5, 24):
+    MODELS |= {
+        "deepseek_v32": ("DeepseekV32", LATENT, set()),
+        "glm_moe_dsa": ("GlmMoeDsa", LATENT | {"indexer_types": ["full", "shared"]}, set()),
+    }
+INDEXED = tuple(kind for kind, (_, own, _) in MODELS.items() if "index_topk" in own)
 
 
 def model(kind, **more):
@@ -124,6 +148,9 @@ def test_the_patterns_serve_what_they_describe(kind):
     if available():
         assert {by for by, _ in under} <= {"native (attention under a pattern)"}
     assert softmax.calls == on_cpu.status().softmax
+    if kind in INDEXED:
+        (what,) = softmax.calls
+        assert what.endswith(", for tokens that an indexer chose")
 
 
 def chunked(kind, since):
@@ -155,6 +182,34 @@ def test_texts_are_those_of_eager_code(kind):
         made.set_attn_implementation(name)
         texts.append(made.generate(x, attention_mask=hidden, max_new_tokens=9, do_sample=False, pad_token_id=0))
     assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("kind", INDEXED)
+@pytest.mark.parametrize("name", ["eager", "longspan"])
+def test_an_indexer_chooses_what_the_original_does(kind, name):
+    made, x, hidden = model(kind), tokens(2, 29), padded(2, 29)
+    made.set_attn_implementation(name)
+    chosen = f"{MODELS[kind][0]}Indexer.forward"
+
+    def outputs():
+        with torch.no_grad():
+            first = made(x[:, :20], use_cache=True)
+            rest = made(x[:, 20:], use_cache=True, **{NAME: first[NAME]})
+            beside = made(x, attention_mask=hidden, use_cache=False).logits[hidden.bool()]
+            return made(x, use_cache=False).logits, first.logits, rest.logits, beside
+
+    theirs = outputs()
+    try:
+        on_cpu.accelerate(made)
+        ours, calls = outputs(), on_cpu.status().functions[kind][chosen]
+    finally:
+        on_cpu.restore()
+    for a, b in zip(ours, theirs, strict=True):
+        close(a, b)
+    layers = 2 if kind == "deepseek_v32" else 1
+    by_original = {what: count for what, count in calls.items() if what.startswith("the original")}
+    assert by_original == {"the original, since its mask hides earlier tokens": layers}
+    assert sum(calls.values()) == 4 * layers
 
 
 @pytest.mark.parametrize("kind", ["mistral", "qwen3", "gemma3", "llama4", "gemma2"])

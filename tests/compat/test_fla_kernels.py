@@ -16,18 +16,22 @@ import torch
 
 import fla_original as original
 import longspan
+from longspan.attention.nsa import NSA
 from longspan.compat.fla import models, ops
 from longspan.compat.fla.models.families.rwkv6 import attend
 from longspan.compat.fla.models.mixer import Call
+from longspan.ops import softmax, sparse
+from longspan.ops.gated import mesa, preconditioned, slots
 
+NAMES = [*original.FUNCTIONS, *(f"naive-{name}" for name in original.NAIVE)]
 TOLERANCE = 1e-5  # float32, of the largest value
 STORED = Path(__file__).parent / "fla_original.npz"
 SOURCE = os.environ.get("LONGSPAN_FLA_SOURCE", "")
 
 
 def swapped(**tensors):
-    """Tensors (B,T,H,channels) or (B,T,H) as (B,H,T,channels) or (B,H,T)."""
-    return {name: t.transpose(1, 2) for name, t in tensors.items()}
+    """Tensors (B,T,H,channels) or (B,T,H) as (B,H,T,channels) or (B,H,T); others as they are."""
+    return {name: t.transpose(1, 2) if t.dim() > 2 else t for name, t in tensors.items()}
 
 
 def general(q, k, v, read, erase, g, state, **options):
@@ -69,6 +73,84 @@ def hgrn(x, g, initial_state):
     return longspan.diagonal_scan(x, g, state=initial_state, return_state=True)
 
 
+def no_state(function):
+    """A function of tensors (B,H,T,channels), in the original's layout."""
+
+    def run(**tensors):
+        return function(**swapped(**tensors)).transpose(1, 2)
+
+    return run
+
+
+def positions(q):
+    return torch.arange(q.shape[2]).expand(len(q), -1)
+
+
+def forgetting(q, k, v, g):
+    return softmax.forgetting.attend(q, k, v, g.double().cumsum(2))
+
+
+def abc(q, k, v, s):
+    write, log_decay, _ = slots.running_softmax(s, s.new_full((*s.shape[:2], s.shape[3]), slots.NOTHING), None, None)
+    return slots.attend(q, k, v, write, log_decay=log_decay)[0]
+
+
+def mesa_net(q, k, v, g, beta, lamb):
+    state = q.new_zeros(*q.shape[:2], q.shape[3], 2 * q.shape[3])
+    return mesa.attend(q, k, v, beta=beta, log_decay=g, ridge=lamb.square() + 0.25, steps=30, state=state)[0]
+
+
+def preconditioned_rule(q, k, v, g, g_atk, beta, beta_atk):
+    q, k = (torch.nn.functional.normalize(t, dim=-1) for t in (q, k))
+    sums, curvature = q.new_zeros(*q.shape[:2], q.shape[3], v.shape[3]), q.new_zeros(*q.shape[:2], q.shape[3])
+    given = {"beta": beta, "log_decay": g, "weight": beta_atk.mT, "log_fade": g_atk.mT}
+    center = torch.full((q.shape[1],), -0.2)
+    return preconditioned.attend(q, k, v, **given, center=center, span=1.5, state=(sums, curvature))[0]
+
+
+def dsa(q, k, v, a, b, w):
+    # The indexer's tensors have other layouts.
+    index = sparse.picked.choose(a.transpose(1, 2), b.transpose(1, 2), w.mT, positions(q), original.TOP)
+    return sparse.picked.attend(q, k, v, index) + 0 * (a.sum() + b.sum() + w.sum())
+
+
+def nsa_choice(q, k):
+    module = NSA(q.shape[1] * q.shape[3], q.shape[1], block=original.BLOCK, top=original.TOP)
+    own = torch.nn.functional.pad(blocked(k), (0, 0, 0, k.shape[2] % original.BLOCK))
+    found = module._choose(q, positions(q), own)
+    return found.masked_fill(found < 0, own.shape[2]).sort(-1).values.float()
+
+
+def nsa_best(q, k, v):
+    blocks = nsa_choice(q, k).long()
+    blocks = blocks.masked_fill(blocks * original.BLOCK >= k.shape[2], -1)
+    return sparse.chosen.attend(q, k, v, positions(q), blocks, original.BLOCK)
+
+
+def nsa_summary(q, k, v):
+    keys, values = blocked(k), blocked(v)
+    every = torch.zeros(1, 1, 1, 1, dtype=torch.long).expand(len(q), q.shape[1], q.shape[2], 1)
+    return sparse.chosen.attend(q, keys, values, (positions(q) + 1) // original.BLOCK - 1, every, keys.shape[2])
+
+
+def blocked(x):
+    return original.means(x.transpose(1, 2)).transpose(1, 2)
+
+
+NAIVE = {
+    "forgetting": forgetting,
+    "path": lambda q, k, v, w, beta: softmax.path.attend(q, k, v, w, 2 * beta)[0],
+    "stick_breaking": softmax.stick_breaking.attend,
+    "stick_breaking-current": lambda **tensors: softmax.stick_breaking.attend(**tensors, current=True),
+    "gsa": lambda q, k, v, s, g: slots.attend(q, k, v, s, log_decay=g)[0],
+    "abc": abc,
+    "mesa": mesa_net,
+    "preconditioned": preconditioned_rule,
+    "dsa": dsa,
+    "nsa-summary": nsa_summary,
+    "nsa-choice": nsa_choice,
+    "nsa-best": nsa_best,
+}
 OURS = {
     "lightning": lightning,
     "rwkv6": rwkv6,
@@ -117,9 +199,12 @@ def error(found, expected):
 
 
 def function_errors(name, keys, values, results):
-    case = original.FUNCTIONS[name]
+    case = original.FUNCTIONS.get(name) or original.NAIVE[name.removeprefix("naive-")]
     leaves = original.arguments(case, original.operands(keys, values))
-    out, end = ours(name, leaves, case.options)
+    if isinstance(case, original.Naive):
+        out, end = no_state(NAIVE[name.removeprefix("naive-")])(**leaves), ()
+    else:
+        out, end = ours(name, leaves, case.options)
     found = dict(original.results(case, out, end, leaves))
     expected = {part.partition("/")[2]: value for part, value in results.items() if part.startswith(f"{name}/")}
     assert found.keys() == expected.keys()
@@ -130,7 +215,7 @@ def model_errors(name, case, results):
     family = models.supported()[name]
     model = original.fill(family.model(family.config(**original.model_options(name, case))))
     with torch.no_grad():
-        return {"logits": error(model(original.IDS).logits, results[f"model-{name}/{case}/logits"])}
+        return {"logits": error(model(original.ids(name)).logits, results[f"model-{name}/{case}/logits"])}
 
 
 def within(errors):
@@ -138,7 +223,7 @@ def within(errors):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", original.FUNCTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_functions_equal_the_stored_results(name, stored):
     within(function_errors(name, *original.SIZES, stored))
 
@@ -159,12 +244,12 @@ def test_models_equal_the_stored_results(name, case, stored):
 
 @pytest.mark.whole
 def test_every_stored_result_is_compared(stored):
-    cases = {*original.FUNCTIONS, *(f"model-{name}/{case}" for name, case in original.model_cases())}
+    cases = {*NAMES, *(f"model-{name}/{case}" for name, case in original.model_cases())}
     assert {part.rpartition("/")[0] for part in stored} == cases
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", original.FUNCTIONS)
+@pytest.mark.parametrize("name", NAMES)
 def test_functions_equal_the_original(name, computed):
     within(function_errors(name, 16, 16, computed))
 

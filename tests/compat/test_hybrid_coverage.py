@@ -9,7 +9,7 @@ import pytest
 
 from hybrids import KINDS, file, model, version
 from longspan.compat import transformers as on_cpu
-from longspan.compat.transformers.models import MODELS, UNSERVED, UNSERVED_LAYERS, WRAPPERS
+from longspan.compat.transformers.models import INDEXERS, MODELS, UNSERVED, UNSERVED_LAYERS, WRAPPERS
 
 STATES = re.compile(
     r"\b(get_conv_state|update_conv_state|get_recurrent_state|update_recurrent_state|set_linear_cache)\b"
@@ -88,7 +88,7 @@ def test_status_says_which_parts_are_served():
     if version() < (5, 24):
         pytest.skip("these transformers lack some of the types")
     status = on_cpu.accelerate()
-    assert status.parts.keys() == {*MODELS, *WRAPPERS}
+    assert status.parts.keys() == {*MODELS, *WRAPPERS, *INDEXERS}
     assert status.parts["lfm2"] == "short convolutions"
     assert status.parts["lfm2_vl"] == "of its text model lfm2: short convolutions"
     assert "short convolutions" in status.parts["nemotron_h_omni"]

@@ -54,7 +54,7 @@ def test_loss_and_accuracy_count_the_queries_alone():
     scores[0, 2] = torch.tensor([0.0, 0.0, math.log(2), 0.0])  # right: probability 2 / 5
     scores[0, 3] = torch.tensor([9.0, 0.0, 0.0, 0.0])  # asked for nothing
     scores[0, 1] = torch.tensor([0.0, 0.0, math.log(5), 0.0])  # wrong: probability 1 / 8
-    model.forward = lambda tokens: scores
+    model.forward = lambda tokens, record=None: scores
     sequences = recall.Sequences(torch.tensor([[0, 1, 0, 4]]), torch.tensor([[-1, 3, 2, -1]]))
     assert model.accuracy(sequences) == 0.5
     assert model.loss(sequences).item() == pytest.approx((math.log(5 / 2) + math.log(8)) / 2)
@@ -99,6 +99,31 @@ def test_without_a_training_only_chance_is_right():
     found = mqar.measure(replace(EASY, steps=1, tests=512), {"dim": 16, "spec": "softmax", "rate": 1e-9}, NOWHERE)
     # Of six tokens at most three are values; an untrained model may know none of them.
     assert max(found["accuracy"]) < 0.6
+
+
+@pytest.mark.parametrize("name", ["gated_deltanet", "nsa(block=2, top=3, window=2)"])
+def test_models_of_equal_weights_differ_by_less_than_a_unit_of_the_feedforward(name):
+    settings = replace(EASY, equal="weights", steps=1)
+    counts = [
+        mqar.measure(settings, {"dim": 16, "spec": s, "rate": 1e-2}, NOWHERE)["parameters"] for s in ("softmax", name)
+    ]
+    assert abs(counts[0] - counts[1]) <= 2 * 16 + 1
+
+
+def test_an_attention_larger_than_a_block_of_softmax_is_refused():
+    with pytest.raises(ValueError, match="dims=8: longhorn has more than the"):
+        replace(EASY, specs="longhorn", dims=(8,), equal="weights").buildable()
+
+
+def test_a_budget_of_time_ends_the_training():
+    found = mqar.measure(replace(EASY, seconds=1e-6), {"dim": 16, "spec": "linear", "rate": 1e-2}, NOWHERE)
+    assert found["steps"] == 1
+
+
+def test_an_indexer_learns_from_its_penalty():
+    model = recall.Recaller("dsa(keys=2, index_heads=1, index_dim=2)", 8, 1, 1, 6)
+    model.loss(recall.draw(4, 2, 8, 6, numbers())).backward()
+    assert model.stack.attentions()[0].index_query.weight.grad.abs().max() > 0
 
 
 def test_of_several_rates_the_best_counts():

@@ -10,6 +10,7 @@ from ..modules.norms import HeadNorm
 from ..modules.rotary import check_rotary, rotate
 from ..ops import linear
 from ..ops.linear import recurrence
+from ..ops.operands import zero_masked
 from ..ops.rows import map_sequences, pick
 from ..ops.tensors import merge, per_root, positions, split, upcast_half, with_ones
 from .base import Attention
@@ -41,9 +42,10 @@ class Hedgehog(Attention[HedgehogState | HedgehogWindowState]):
 
     ``window``: w, the number of tokens, the token itself included, that each query reads by softmax; all earlier ones
     are read by features (0: all of them are). $c_i$ is the largest score in the window, and $\gamma$ a learned number
-    per head, which begins at 1. ``eps``: $\epsilon$, added to the denominator without a window. ``rotary``: the base of
-    rotary positions (0: none), which turn queries and keys before the feature maps. ``rotary_layout``: halves or
-    interleaved. ``head_dim`` and ``qk_norm``: as in ``softmax``.
+    per head, which begins at 1. In the bidirectional form the window has w - 1 tokens on either side, and all others
+    are read by features. ``eps``: $\epsilon$, added to the denominator without a window. ``rotary``: the base of rotary
+    positions (0: none), which turn queries and keys before the feature maps. ``rotary_layout``: halves or interleaved.
+    ``head_dim`` and ``qk_norm``: as in ``softmax``.
 
     Source: Zhang et al. 2024 (2402.04347), section 4; the window: Zhang et al. 2024 (2410.10254), section 3.3.
     """
@@ -87,10 +89,6 @@ class Hedgehog(Attention[HedgehogState | HedgehogWindowState]):
         super().__init__(dim, heads, causal=causal)
         if window < 0:
             raise ValueError(f"window={window} must be at least 1, the token itself, or 0 for no window")
-        if window:
-            if not causal:
-                raise ValueError(f"window={window} needs causal=True; the bidirectional form has window=0")
-            self.directions = ("causal",)
         if eps < 0:
             raise ValueError(f"eps={eps} must not be negative: it is added to the denominator")
         if head_dim < 0 or qk_norm < 0:
@@ -130,7 +128,8 @@ class Hedgehog(Attention[HedgehogState | HedgehogWindowState]):
         if self.window and not x.shape[1]:
             return self.out(x), state
         if self.window:
-            return map_sequences(self._windowed, x, state, mask, segments, causal=True, width=self.dim)
+            run = self._windowed if self.causal else self._centered
+            return map_sequences(run, x, state, mask, segments, causal=self.causal, width=self.dim)
         at, end = positions(x, state and state.position, mask=mask, segments=segments)
         q, k, v = self._projected(x, at)
         call: linear.LinearCall = {"causal": self.causal, "eps": self.eps, "mask": mask, "segments": segments}
@@ -166,7 +165,7 @@ class Hedgehog(Attention[HedgehogState | HedgehogWindowState]):
             sums = before.sums.to(q.dtype)
             far, sums = recurrence.scan(_features(q, self.query_map), features, with_ones(values[:, :, :n]), sums)
             gate = upcast_half(self.gate).exp()[:, None, None]
-            both = gate * self._near(q, keys, with_ones(values), used) + far
+            both = gate * _near(q * per_root(q.shape[-1]), keys, with_ones(values), used, self.window) + far
             o = merge(both[..., :-1] / both[..., -1:])
         y = self.out(o.to(x.dtype))
         if state is None:
@@ -175,20 +174,51 @@ class Hedgehog(Attention[HedgehogState | HedgehogWindowState]):
         after = (sums, pick(keys, kept, 2), pick(values, kept, 2), state.position + count)
         return y, HedgehogWindowState._make(new.to(old.dtype) for new, old in zip(after, state, strict=True))
 
-    def _near(self, q: Tensor, keys: Tensor, values: Tensor, used: Tensor) -> Tensor:
-        """Sums of e^(s-c) v over the window: q (B,H,N,D), the rest over window+N slots -> (B,H,N,E+1)."""
-        n, window = q.shape[2], self.window
-        block = min(n, max(window, BLOCK))
-        rest = -n % block
-        q = F.pad(q, (0, 0, 0, rest)).unflatten(2, (-1, block)) * per_root(q.shape[-1])  # (B,H,blocks,block,D)
-        keys, values = (F.pad(t, (0, 0, 0, rest)).unfold(2, window + block, block) for t in (keys, values))
-        # Queries in the padding see themselves, so that they have a score.
-        there = F.pad(used, (0, rest), value=True).unfold(1, window + block, block)[:, None, :, None]
-        query, slot = (torch.arange(size, device=q.device) for size in (block, window + block))
-        band = (slot > query[:, None]) & (slot <= query[:, None] + window)
-        scores = (q @ keys).masked_fill(~(band & there), -torch.inf)
-        weights = (scores - scores.amax(-1, keepdim=True)).exp()
-        return (weights @ values.mT).flatten(2, 3)[:, :, :n]
+    def _centered(self, x: Tensor, state: None, real: Tensor | None) -> tuple[Tensor, None]:
+        """The bidirectional form, for rows of single sequences that begin with their real tokens (B,N)."""
+        n, pad = x.shape[1], (self.window, self.window - 1)
+        at = torch.arange(n, device=x.device).expand(len(x), -1)
+        real = torch.ones_like(at, dtype=torch.bool) if real is None else real
+        assert self.gate is not None
+        q, k, v = (upcast_half(t) for t in self._projected(x.masked_fill(~real[..., None], 0.0), at))
+        k, v = zero_masked(real, k, v)
+        with torch.autocast(x.device.type, enabled=False):
+            queries, values = _features(q, self.query_map), with_ones(v)
+            features = _features(k, self.key_map).masked_fill(~real[:, None, :, None], 0.0)
+            far = queries @ (features.mT @ values)
+            k, features, values = (F.pad(t, (0, 0, *pad)) for t in (k, features, values))
+            used, span = F.pad(real, pad), 2 * self.window - 1
+            # The sums are those of all tokens, so that the window's leave them.
+            far = far - _near(queries, features, values, used, span, soft=False)
+            near = _near(q * per_root(q.shape[-1]), k, values, used, span)
+            both = upcast_half(self.gate).exp()[:, None, None] * near + far
+            o = merge(both[..., :-1] / both[..., -1:].masked_fill(~real[:, None, :, None], 1.0))
+        return self.out(o.to(x.dtype)), None
+
+
+def _near(q: Tensor, keys: Tensor, values: Tensor, used: Tensor, span: int, soft: bool = True) -> Tensor:
+    """Sums of e^(s-c) v, or of s v, where query i reads the slots i + 1, ..., i + span.
+
+    q (B,H,N,D), keys (B,H,span+N,D), values (B,H,span+N,E+1), used (B,span+N) -> (B,H,N,E+1).
+    """
+    n = q.shape[2]
+    block = min(n, max(span, BLOCK))
+    rest = -n % block
+    q = F.pad(q, (0, 0, 0, rest)).unflatten(2, (-1, block))  # (B,H,blocks,block,D)
+    keys, values = (F.pad(t, (0, 0, 0, rest)).unfold(2, span + block, block) for t in (keys, values))
+    # Queries in the padding see themselves, so that they have a score.
+    there = F.pad(used, (0, rest), value=True).unfold(1, span + block, block)[:, None, :, None]
+    query, slot = (torch.arange(size, device=q.device) for size in (block, span + block))
+    seen = (slot > query[:, None]) & (slot <= query[:, None] + span) & there
+    scores = q @ keys
+    if soft:
+        scores = scores.masked_fill(~seen, -torch.inf)
+        # A query without a score, which is not a real token, reads nothing.
+        peak = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
+        weights = (scores - peak).exp()
+    else:
+        weights = scores.masked_fill(~seen, 0.0)
+    return (weights @ values.mT).flatten(2, 3)[:, :, :n]
 
 
 def _features(x: Tensor, maps: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ from .cached import Cached, places
 class StickBreaking(Cached[KeyValues]):
     r"""Each key takes a share of the weight that the nearer keys have left.
 
-    Of equal keys the nearest takes the most, so that the mechanism needs no positions. A token does not see itself, and
-    the first token reads 0. Weights add up to less than 1: a query may read nothing.
+    Of equal keys the nearest takes the most, so that the mechanism needs no positions. A token does not see itself
+    unless ``current``, and the first token reads 0. Weights add up to less than 1: a query may read nothing.
 
     ``kv_heads``: heads of keys and values, each shared by heads / kv_heads query heads (0: as many as heads).
+    ``current``: a token sees itself, as its nearest key.
 
     Source: Tan et al. 2024, eqs. 1 to 3.
 
@@ -34,12 +35,13 @@ class StickBreaking(Cached[KeyValues]):
         "Scaling Stick-Breaking Attention: An Efficient Implementation and In-depth Study",
         2024,
     )
-    examples = ("stick_breaking", "stick_breaking(kv_heads=1)")
+    examples = ("stick_breaking", "stick_breaking(kv_heads=1, current=True)")
     states = (KeyValues,)
 
-    def __init__(self, dim: int, heads: int, *, causal: bool = True, kv_heads: int = 0):
+    def __init__(self, dim: int, heads: int, *, causal: bool = True, kv_heads: int = 0, current: bool = False):
         super().__init__(dim, heads, causal=causal)
         self.project(kv_heads)
+        self.current = current
 
     def start(self, batch: int, capacity: int) -> KeyValues:
         return kv_cache.empty(batch, self.groups, capacity, self.dim // self.heads, self.weight_like)
@@ -49,7 +51,8 @@ class StickBreaking(Cached[KeyValues]):
     ) -> tuple[Tensor, KeyValues | None]:
         q, k, v = self.heads_of(x, real)
         if state is None:
-            return self.out(merge(stick_breaking.attend(q, k, v))), None
+            return self.out(merge(stick_breaking.attend(q, k, v, current=self.current))), None
         view, past = kv_cache.extend(state, k, v, mask=real, donate=donate)
         at = places(view, past, state.length, x.shape[1], real)
-        return self.out(merge(stick_breaking.attend(q.to(view.keys.dtype), view.keys, view.values, at))), past
+        o = stick_breaking.attend(q.to(view.keys.dtype), view.keys, view.values, at, current=self.current)
+        return self.out(merge(o)), past

@@ -1,12 +1,14 @@
 """How much a state of given size recalls: accuracy of multi-query associative recall, mechanism by mechanism."""
 
+import math
+import time
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 
-from longspan._utils import spec
+from longspan._utils import model_memory, spec
 from longspan.attention import build
 from longspan.train import TrainConfig, rate
 
@@ -14,7 +16,7 @@ from .._utils import palette
 from .._utils.tables import Table
 from . import recall
 from .experiment import Buildable, Experiment, Place, Result, Row, drawing, generator, setting
-from .learning import update
+from .learning import closest, parameters, update
 
 SPECS = (
     "softmax",
@@ -37,6 +39,8 @@ SPECS = (
     "log_linear(levels=7)",
 )
 EVERY, DONE = 50, 0.995
+REFERENCE, RATIO = "softmax", 4  # the model whose number of weights others match, and its feed-forward's width / dim
+EQUAL = {"width": "feed-forward networks of width 2 dim", "weights": "as many weights as the reference"}
 
 
 @dataclass(frozen=True)
@@ -62,6 +66,15 @@ class Settings(Buildable):
     steps: int = setting(
         500, f"training steps at most; fewer where all but {1 - DONE:.1%} is recalled", least=1, quick=9
     )
+    equal: str = setting(
+        "width",
+        "what the models share: width (with feed-forward networks twice as wide) | weights (of one width, and with "
+        "feed-forward networks that make their numbers of weights equal)",
+        among=EQUAL,
+    )
+    seconds: float = setting(
+        0.0, "seconds of processor time to train each model, instead of steps; tests do not count (0: steps)", least=0
+    )
     batch: int = setting(32, "sequences per training step", least=1, quick=4)
     tests: int = setting(256, "test sequences for each number of pairs", least=1, quick=8)
     seed: int = setting(0, "seed of weights and sequences")
@@ -77,6 +90,7 @@ class Settings(Buildable):
         """Raise ValueError for settings that cannot be built."""
         for name, dim in product(spec.split(self.specs), self.dims):
             build(name, dim, self.heads)
+            feedforward(self, name, dim)
 
 
 def points(settings: Settings) -> list[Row]:
@@ -86,24 +100,54 @@ def points(settings: Settings) -> list[Row]:
 
 
 def measure(settings: Settings, point: Row, place: Place) -> Row:
-    """Train once: accuracy for each number of pairs on new sequences, bytes of the state, steps made."""
+    """Train once: accuracy for each number of pairs on new sequences, bytes of the state, steps made.
+
+    With equal weights or time also ``parameters``, and ``seconds`` of the processor.
+    """
     random = generator(settings.seed, point)
+    inner = feedforward(settings, point["spec"], point["dim"])
     with drawing(settings.seed, point):
-        model = recall.Recaller(point["spec"], point["dim"], settings.heads, settings.depth, settings.vocab)
+        model = recall.Recaller(point["spec"], point["dim"], settings.heads, settings.depth, settings.vocab, inner)
     run = TrainConfig(steps=settings.steps, warmup=min(50, settings.steps), learning_rate=point["rate"])
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
-    step = 0
-    while step < settings.steps:
-        optimizer.param_groups[0]["lr"] = rate(run, step)
+    if settings.seconds:
+        # What the first call compiles and allocates is not timed.
+        model.loss(draw(settings, max(settings.pairs), settings.batch, generator(0))).backward()
+    step, spent = 0, 0.0
+    while (part := spent / settings.seconds if settings.seconds else step / settings.steps) < 1:
+        optimizer.param_groups[0]["lr"] = rate(run, int(part * settings.steps) if settings.seconds else step)
+        begin = time.process_time()
         sequences = draw(settings, settings.pairs[step % len(settings.pairs)], settings.batch, random)
         with drawing(settings.seed, point, "step", step):
             update(model, optimizer, model.loss(sequences))
+        spent += time.process_time() - begin
         step += 1
         if step % EVERY == 0 and min(test(model, settings, settings.batch, random)) >= DONE:
             break
     found = test(model, settings, settings.tests, generator(settings.seed, "test"))
     held = model.state_bytes(settings.tokens * max(settings.pairs))
-    return {"accuracy": [round(one, 4) for one in found], "bytes": held, "steps": step}
+    row = {"accuracy": [round(one, 4) for one in found], "bytes": held, "steps": step}
+    if settings.seconds or inner:
+        row |= {"parameters": parameters(model), "seconds": round(spent, 1)}
+    return row
+
+
+def feedforward(settings: Settings, name: str, dim: int) -> int:
+    """The width of a model's feed-forward networks, 0 for that of ``Recaller``.
+
+    Raises ValueError where the attention alone has more weights than a whole block of softmax.
+    """
+    if settings.equal == "width":
+        return 0
+
+    def count(name: str, inner: int) -> int:
+        sizes = dim, settings.heads, settings.depth, settings.vocab, inner
+        return parameters(model_memory.shapes(lambda: recall.Recaller(name, *sizes)))
+
+    target = count(REFERENCE, RATIO * dim)
+    if count(name, 1) > target:
+        raise ValueError(f"dims={dim}: {name} has more than the {target:,} weights of {REFERENCE}; leave it out")
+    return closest(lambda inner: count(name, inner), target)
 
 
 def draw(settings: Settings, pairs: int, count: int, random: torch.Generator) -> recall.Sequences:
@@ -132,11 +176,13 @@ def tables(result: Result) -> list[Table]:
     rows = sorted(best(result["rows"]), key=lambda row: (order.index(row["spec"]), row["dim"]))
     head = ["attention", "dim", "bytes of the state", *(f"{pairs} pairs" for pairs in result["settings"]["pairs"])]
     several = len(result["settings"]["rates"]) > 1
-    table = [[*head, "steps", *(["rate"] if several else [])]]
+    more = ["parameters", "seconds"] if result["rows"] and "seconds" in result["rows"][0] else []
+    table = [[*head, "steps", *(["rate"] if several else []), *more]]
     for row in rows:
         shares = [f"{share:.3f}" for share in row["accuracy"]]
         rates = [f"{row['rate']:g}"] if several else []
-        table.append([row["spec"], str(row["dim"]), f"{row['bytes']:,}", *shares, str(row["steps"]), *rates])
+        facts = [f"{row['parameters']:,}", f"{row['seconds']:.1f}"] if more else []
+        table.append([row["spec"], str(row["dim"]), f"{row['bytes']:,}", *shares, str(row["steps"]), *rates, *facts])
     return [table]
 
 
@@ -159,6 +205,9 @@ def picture(plt: Any, result: Result) -> Any:
         axis.axhline(1 / pairs, color="grey", linewidth=1, linestyle=":")
         axis.set(title=f"{pairs} pairs", xscale="log", ylim=(0, 1.04))
         axis.grid(alpha=0.3)
+    # Whole powers of ten, since labels between them would overlap.
+    low, high = axes.flat[0].get_xlim()
+    axes.flat[0].set_xlim(10 ** math.floor(math.log10(low)), 10 ** math.ceil(math.log10(high)))
     figure.supxlabel("bytes of the state of one sequence")
     figure.supylabel("share of the values recalled (dots: a guess among those that came)", fontsize="medium")
     figure.legend(loc="outside right center", fontsize=9)

@@ -1,6 +1,6 @@
 """Multi-query associative recall: key-value pairs, then the keys again, whose values must be predicted."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -48,23 +48,26 @@ class Recaller(nn.Module):
 
     tokens (B,N) in 0 ... vocab -> scores (B,N,vocab). There are no positions. The convolution lets a value's token see
     its key, for every mechanism alike, so that the stack only has to remember and one block is enough; published models
-    have two, and convolutions in some mechanisms only.
+    have two, and convolutions in some mechanisms only. ``feedforward``: width of the feed-forward networks (0: 2 dim).
 
     Raises ValueError for specs and sizes that cannot be built.
     """
 
-    def __init__(self, attention: str, dim: int, heads: int, depth: int, vocab: int):
+    def __init__(self, attention: str, dim: int, heads: int, depth: int, vocab: int, feedforward: int = 0):
         super().__init__()
-        config = StackConfig(dim=dim, depth=depth, heads=heads, attention=attention, feedforward=2 * dim)
+        inner = feedforward or 2 * dim
+        config = StackConfig(dim=dim, depth=depth, heads=heads, attention=attention, feedforward=inner)
         self.embedding = nn.Embedding(vocab + 1, dim)
         # So that scores, products with a normalized vector, begin at a deviation of one.
         nn.init.normal_(self.embedding.weight, std=dim**-0.5)
         self.convolution = ShortConvolution(dim, CONVOLUTION)
         self.stack = Stack(config)
+        # Layers that choose tokens may learn how from a penalty alone.
+        self.penalized = any(attention.penalty for attention in self.stack.attentions())
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, record: dict[str, Any] | None = None) -> Tensor:
         x = self.embedding(tokens)
-        y, _ = self.stack(x + self.convolution(x)[0])
+        y, _ = self.stack(x + self.convolution(x)[0], record=record)
         return F.linear(y, self.embedding.weight[:-1])
 
     def state_bytes(self, length: int) -> int:
@@ -72,9 +75,11 @@ class Recaller(nn.Module):
         return nbytes((self.stack.init_state(1, length), self.convolution.start(1)))
 
     def loss(self, sequences: Sequences) -> Tensor:
-        """Cross entropy of the target values, in nats."""
+        """Cross entropy of the target values, in nats, and the penalties of the layers."""
         asked = sequences.targets >= 0
-        return F.cross_entropy(self(sequences.tokens)[asked], sequences.targets[asked])
+        record: dict[str, Any] | None = {"penalty": None} if self.penalized else None
+        nats = F.cross_entropy(self(sequences.tokens, record)[asked], sequences.targets[asked])
+        return nats + record["penalty"] if record else nats
 
     @torch.no_grad()
     def accuracy(self, sequences: Sequences) -> float:

@@ -29,7 +29,7 @@ HEAD = ("checkpoint format", "model types", "layer", "what runs on longspan's ke
 # Options of a small model of any type; each type takes those of the second group that it has.
 COMMON = {"hidden_size": 32, "num_hidden_layers": 1, "vocab_size": 11}
 SMALL = {"num_heads": 2, "head_dim": 16, "state_size": 8, "n_groups": 1}
-SPECIAL = {"hgrn2": {"expand_ratio": 16}}
+SPECIAL = {"hgrn2": {"expand_ratio": 16}, "nsa": {"num_kv_heads": 1}}
 CONVOLUTION = "the causal convolution"
 
 

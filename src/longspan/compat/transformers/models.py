@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from . import convolution, delta, lightning, mamba, mamba2, mlstm, packing, rglru, rwkv
+from . import convolution, delta, indexer, lightning, mamba, mamba2, mlstm, packing, rglru, rwkv
 from .record import OLDEST
 
 
@@ -243,6 +243,12 @@ MODELS = {
         CONVOLUTIONS, (5, 24), unserved={"Inkling2LoopDynamicShortConvolution": _DYNAMIC}, reads_padding=_DISTANCES
     ),
 }
+_INDEXER = {"why_not": indexer.why_not, "part": "the choice of an indexer"}
+INDEXERS = {
+    "deepseek_v32": {"DeepseekV32Indexer.forward": Ours(indexer.halves, **_INDEXER)},
+    "glm_moe_dsa": {"GlmMoeDsaIndexer.forward": Ours(indexer.interleaved, **_INDEXER)},
+}
+"""Functions of model types without recurrent layers that choose the tokens of softmax layers."""
 # Model types with recurrent layers for which longspan has no kernel.
 UNSERVED = {
     "zaya": "its convolutions mix the channels of a head, for which longspan has no kernel",

@@ -16,15 +16,16 @@ from . import convolution, decoding, packing, undoing
 from . import lazy_logits as lazy
 from .branches import SERVED
 from .counting import counted
-from .models import ATTRIBUTES, MODELS, UNSERVED, UNSERVED_LAYERS, Layer, Model, Ours
+from .models import ATTRIBUTES, INDEXERS, MODELS, UNSERVED, UNSERVED_LAYERS, Layer, Model, Ours
 from .record import Replaced, replaced, untouched, version
 from .report import Status, status
 
-UNDOES = (5, 24)  # the first version of transformers whose caches can undo tokens with our recurrences
+# The first version of transformers whose caches can undo tokens with our recurrences, and whose indexers are served.
+UNDOES = (5, 24)
 
 
 def accelerate(model: nn.Module | None = None, *, lazy_logits: bool = False) -> Status:
-    """Run the recurrent layers of transformers on longspan's CPU kernels.
+    """Run the recurrent layers of transformers, and the indexers of some softmax layers, on longspan's CPU kernels.
 
     It applies to all models of the supported types in this process, until ``restore()``. A second call adds types that
     are new. Calls on other devices, and calls that are compiled, exported or traced, run the original code.
@@ -62,7 +63,8 @@ def accelerate(model: nn.Module | None = None, *, lazy_logits: bool = False) -> 
         for name, ours in ATTRIBUTES.items():
             if callable(found := layer.__dict__.get(name)):
                 _replace(kind, f"{type(layer).__name__}.{name}", layer, name, found, ours)
-    if model is not None and not any(_model(type(m).__module__) in MODELS for m in model.modules()):
+    known = MODELS.keys() | INDEXERS
+    if model is not None and not any(_model(type(m).__module__) in known for m in model.modules()):
         kind = getattr(getattr(model, "config", None), "model_type", type(model).__name__)
         untouched[kind] = UNSERVED.get(kind, "it has no recurrent layer that longspan knows")
     return status()
@@ -110,7 +112,7 @@ def _modules(model: nn.Module | None) -> Iterator[ModuleType]:
         names = dict.fromkeys(type(layer).__module__ for layer in model.modules())
         yield from (sys.modules[name] for name in names if name.rpartition(".")[2].startswith("modeling_"))
         return
-    for name in MODELS:
+    for name in (*MODELS, *INDEXERS):
         try:
             yield importlib.import_module(f"transformers.models.{name}.modeling_{name}")
         except ImportError:
@@ -124,6 +126,10 @@ def _module(module: ModuleType) -> None:
         outer, _, layer = name.partition(".")
         if outer == kind and layer in module.__dict__:
             untouched[name] = why
+    # Earlier indexers return masks.
+    for name, ours in INDEXERS.get(kind, {}).items() if version() >= UNDOES else ():
+        owner, attribute = _owner(module, name)
+        _replace(kind, name, owner, attribute, getattr(owner, attribute), ours)
     if kind not in MODELS:
         return
     model, layer = MODELS[kind], MODELS[kind].layer

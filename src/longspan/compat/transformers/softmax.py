@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ...ops import sparse
-from ...ops.sparse import sums
+from ...ops.sparse import picked, sums
 from ...ops.tensors import upcast_half
 from . import masks
 from .counting import counted
@@ -26,7 +26,8 @@ def register(name: str = NAME) -> None:
 
     Select it at loading or by ``model.set_attn_implementation("longspan")``. Softmax layers then use longspan's kernels
     where a pattern describes their mask: causal, windows, chunks, both directions, padding at either end, packed rows,
-    learned sinks, scores capped by tanh (Gemma 2), prompts that are read in parts, dynamic and static caches.
+    learned sinks, scores capped by tanh (Gemma 2), prompts that are read in parts, dynamic and static caches. Layers
+    with an indexer (DeepSeek-V3.2, GLM-5) read the tokens that it chose, and no others.
 
     The ``sdpa`` of transformers computes other masks, single tokens, dropout, other devices, and plain causal attention
     of a whole prompt. Capped scores or sinks that no pattern covers run in PyTorch in blocks of queries, because
@@ -63,13 +64,14 @@ def mask(
 ) -> Seen | Tensor | None:
     """Return the mask for ``attend``: a pattern, or the mask (B,1,N,M) of ``sdpa``. Called by transformers.
 
-    A static cache has room for future keys. No causal query sees them, so a pattern ends before them.
+    A static cache has room for future keys. No causal query sees them, so a pattern ends before them. Models with an
+    indexer get the mask of ``sdpa``, which the indexer reads.
     """
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
     function = causal_mask_function if mask_function is None else mask_function
     served = not torch.compiler.is_compiling() and not torch.jit.is_tracing() and torch.device(device).type == "cpu"  # pyright: ignore[reportPrivateImportUsage] (documented by torch)
-    if served and q_length > 1:
+    if served and q_length > 1 and getattr(kwargs.get("config"), "index_topk", None) is None:
         offsets = int(q_offset), int(kv_offset)
         whole = not (allow_is_causal_skip or allow_is_bidirectional_skip)
         read = offsets[0] + q_length - offsets[1]
@@ -124,10 +126,24 @@ def attend(
     dropout: float = 0.0,
     s_aux: Tensor | None = None,
     softcap: float | None = None,
+    indices: Tensor | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """Compute attention: query (B,H,N,D), key (B,G,M,D), value (B,G,M,E) -> (B,N,H,E), None. Called by transformers."""
+    """Compute attention: query (B,H,N,D), key (B,G,M,D), value (B,G,M,E) -> (B,N,H,E), None. Called by transformers.
+
+    ``indices`` (B,N,S): the keys that an indexer chose for each query, among them some that the mask hides.
+    """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if indices is not None and indices.shape[-1] < key.shape[2]:
+        index = indices.long().masked_fill(~_open(attention_mask[:, 0].gather(-1, indices.long())), -1)
+        if not dropout and query.is_cpu and not torch.compiler.is_compiling():
+            with counted(calls, ", for tokens that an indexer chose"):
+                out = picked.attend(query * (scale * query.shape[-1] ** 0.5), key, value, index)
+            return out.transpose(1, 2).contiguous(), None
+        # One more column for those that are hidden.
+        shown = torch.zeros(*index.shape[:2], key.shape[2] + 1, dtype=torch.bool, device=index.device)
+        shown = shown.scatter(-1, index.masked_fill(index < 0, key.shape[2]), True)
+        attention_mask = shown[:, None, :, :-1]
     seen = attention_mask if isinstance(attention_mask, Seen) else None
     if seen is not None:
         # A static cache passes all of its slots.
@@ -153,6 +169,11 @@ def attend(
     with counted(calls, f", under {seen.pattern}"):
         out = _pattern(query, key, value, seen, scale, s_aux, softcap or 0.0)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _open(mask: Tensor) -> Tensor:
+    """Return where a mask, bool or additive, hides nothing."""
+    return mask if mask.dtype == torch.bool else mask == 0
 
 
 def _pattern(q: Tensor, k: Tensor, v: Tensor, seen: Seen, scale: float, sink: Tensor | None, softcap: float) -> Tensor:

@@ -30,7 +30,7 @@ class Sticks(NamedTuple):
     scale: float
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor | None = None) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor | None = None, *, current: bool = False) -> Tensor:
     r"""Attend with the weights $b_{ij} \prod_{j < l < i} (1 - b_{il})$, $b_{ij} = \sigma(q_i \cdot k_j / \sqrt D)$.
 
     The C++ kernels read keys from the nearest on, and stop where less than $2^{-24}$ of the weight of a query is left.
@@ -40,14 +40,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor | None = None) -> Tensor:
         k: (B,G,M,D) keys; G divides H.
         v: (B,G,M,E) values.
         at: (B,N) int64, the positions of the queries, if they are not the last tokens of each row.
+        current: A query sees the key of its own token, too: $l$ and $j$ run up to $i$.
 
     Returns:
-        The output (B,H,N,E), 0 for the first token, which has no key.
+        The output (B,H,N,E), 0 for the first token without ``current``, which has no key.
 
     References:
         Tan et al. 2024 (2410.17980), eqs. 1 to 3.
     """
     q, k, v = materialize_neg(q, k, v)
+    if current:
+        # Queries move on by one token, past which one more key lies.
+        k, v = (F.pad(t, (0, 0, 0, 1)) for t in (k, v))
+        at = None if at is None else at + 1
     n, m = q.shape[2], k.shape[2]
     why_not = call.why_not(q, k, v, None, family="pattern")
     why_not = why_not or ("" if call.available(UNIT) else "they could not be compiled")

@@ -47,16 +47,32 @@ class Attention(Mixer):
         at, _ = positions(x, state and state.length, mask=call.mask, segments=call.segments)
         if self.rope_theta:
             q, k = rotate(q, at, self.rope_theta), rotate(k, at, self.rope_theta)
-        if state is None:
-            view = kv_cache.within(k, v, causal=True, mask=call.mask, segments=call.segments)
-        else:
-            view, state = kv_cache.extend(state, k, v, **call.packing)
-        allowed, causal = view.mask, view.causal
-        if self.window_size is not None:
-            keys = view.keys.shape[2]
-            # Slots are positions, except without a state, where padding takes slots too.
-            slots = torch.arange(keys, device=x.device).expand(len(x), -1) if state is not None else at
-            near = at[:, :, None] - slots[:, None, :] < self.window_size
-            allowed, causal = view.allowed(x.shape[1]) & near[:, None], False
-        o = dense.attend(q.to(view.keys.dtype), view.keys, view.values, mask=allowed, causal=causal)
+        o, state = attend(q, k, v, at, state, call, self.window_size)
         return self.o_proj(merge(o)), state
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, at: Tensor, state: KeyValues | None, call: Call, window: int | None
+) -> tuple[Tensor, KeyValues | None]:
+    """Causal softmax attention after the tokens of ``state``: q (B,H,N,D), k (B,G,N,D), v (B,G,N,E) -> (B,H,N,E).
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        at: (B,N), the positions of the tokens.
+        state: The cache, or None.
+        call: The mask and the segments.
+        window: The last tokens that a query sees, its own included; None for all.
+    """
+    if state is None:
+        view = kv_cache.within(k, v, causal=True, mask=call.mask, segments=call.segments)
+    else:
+        view, state = kv_cache.extend(state, k, v, **call.packing)
+    allowed, causal = view.mask, view.causal
+    if window is not None:
+        # Slots are positions, except without a state, where padding takes slots too.
+        slots = torch.arange(view.keys.shape[2], device=q.device).expand(len(q), -1) if state is not None else at
+        near = at[:, :, None] - slots[:, None, :] < window
+        allowed, causal = view.allowed(q.shape[2]) & near[:, None], False
+    return dense.attend(q.to(view.keys.dtype), view.keys, view.values, mask=allowed, causal=causal), state

@@ -1,20 +1,15 @@
 """Model types of flash-linear-attention that longspan does not support, with the reason."""
 
-_SOFTMAX = "whose layers are softmax attention without a state of constant size"
-
 UNSERVED = {
     "mom": "which routes tokens to several memories",
     "momentum_deltanet": "whose state is a pair of matrices",
-    "cyfa": "whose state has rotating slots",
-    "transformer": _SOFTMAX,
-    "bitnet": _SOFTMAX,
-    "mla": _SOFTMAX,
-    "nsa": _SOFTMAX,
-    "moba": _SOFTMAX,
-    "forgetting_transformer": _SOFTMAX,
-    "path_attn": _SOFTMAX,
-    "deltaformer": _SOFTMAX,
-    "wall_transformer": _SOFTMAX,
-    "parallax": _SOFTMAX,
-    "stickbreaking_attn": _SOFTMAX,
+    "cyclic_flow_attention": "whose state has rotating slots",
+    "bitnet": "whose weights and activations are rounded in each call",
+    "deltaformer": "whose values are corrected by attention to earlier values",
+    "wall_transformer": "whose logits decay by channels of keys",
+    "parallax": "whose values have a correction of first order",
+    "cat": "which compresses chunks by a second model",
+    "rodimus": "which selects what its state and a window of softmax keep",
+    "samba": "whose layers are those of Mamba and softmax in turns",
+    "yoco": "whose later layers read one cache of keys and values",
 }
