@@ -1,6 +1,7 @@
 """Specs: strings such as ``local(window=64)`` that name an object and its options."""
 
 import ast
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Mapping
@@ -102,8 +103,17 @@ def known(name: str, names: Mapping[str, object], kind: str = "name", hint: str 
 def options(maker: Callable) -> dict[str, inspect.Parameter]:
     """Return the options of ``maker`` by name: its parameters without ``self``, ``*args`` and ``**kwargs``."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(maker, eval_str=True).parameters
-    return {name: p for name, p in parameters.items() if name != "self" and p.kind not in variadic}
+    return {name: p for name, p in _signature(maker).parameters.items() if name != "self" and p.kind not in variadic}
+
+
+def _signature(maker: Callable) -> inspect.Signature:
+    # A maker with a signature of its own is made for one call; the others are functions of a module.
+    return getattr(maker, "__signature__", None) or _read_signature(maker)
+
+
+@functools.cache
+def _read_signature(maker: Callable) -> inspect.Signature:
+    return inspect.signature(maker, eval_str=True)
 
 
 def _walk(node: ast.AST, text: str, names: Mapping[str, Callable]) -> Any:
@@ -184,7 +194,7 @@ def _call(name: str, arguments: list, keywords: dict, text: str, names: Mapping[
         guess = f" (did you mean {meant!r}?)" if meant else ""
         raise ValueError(f"{name} has no option {unknown[0]!r}{guess}; it has {', '.join(has) or 'none'}")
     try:
-        bound = inspect.signature(maker).bind(*arguments, **keywords)
+        bound = _signature(maker).bind(*arguments, **keywords)
     except TypeError as error:
         raise ValueError(
             f"cannot build {typecheck.format_value(text)}: {error}; {name} has {', '.join(has) or 'no options'}"

@@ -12,6 +12,7 @@ from .base import REGISTRY, Attention, own_options
 from .registry import list_mechanisms, mechanism
 
 
+@functools.cache
 def signature(cls: type[Attention]) -> inspect.Signature:
     """Return the options of a mechanism by keyword; a first option that is a nested spec may be positional."""
     found = list(own_options(cls).values())

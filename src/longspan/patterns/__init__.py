@@ -13,6 +13,8 @@ Morgan (of the complement ``everywhere() - a``) give equal values. The distribut
 that agree by arithmetic: ``dilated(3, 1) != band(3, 3)``.
 """
 
+import functools
+
 from .._utils import spec
 from .algebra import Pattern, everywhere, nowhere
 from .atoms import band, block, blockwise, causal, dilated, fixed, globals, local1d, prefix, random, strided
@@ -43,7 +45,14 @@ def parse(text: str | Pattern) -> Pattern:
         >>> parse("causal & dilated(3, stride=2)").lookback
         6
     """
-    value = text if isinstance(text, Pattern) else spec.parse(text, NAMES)
+    if isinstance(text, Pattern):
+        return text
+    return (_parsed if isinstance(text, str) else _parsed.__wrapped__)(text)
+
+
+@functools.lru_cache(1024)  # a mechanism reads its pattern in every call
+def _parsed(text: str) -> Pattern:
+    value = spec.parse(text, NAMES)
     if not isinstance(value, Pattern):
         raise ValueError(f"{text!r} is not a pattern; write one like 'band(256) | strided(64)'")
     return value
