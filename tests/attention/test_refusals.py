@@ -187,7 +187,6 @@ BIDIRECTIONAL = (
     ("etc(clip=-1)", "clip=-1 must be at least 0"),
     ("etc(globals=0)", "globals=0 must be at least 1"),
     ("etc(radius=-1)", "radius=-1 must be at least 0"),
-    ("hedgehog(window=4)", "window=4 needs causal=True"),
     ("improved_clustered(bits=64)", "bits=64 of a hash must be from 1 to 63"),
     ("improved_clustered(iterations=0)", "clusters=100 and iterations=0 are counts; both must be at least 1"),
     ("improved_clustered(topk=0)", "topk=0 must be at least 1"),
