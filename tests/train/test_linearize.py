@@ -14,6 +14,7 @@ from longspan.cli.entry import main
 from longspan.linearize import LinearizeConfig, linearize, measure, plan, student_of
 from longspan.linearize.mapping import left_out
 from longspan.linearize.stages import Layers, Logits, errors, pairs
+from longspan.linearize.tasks import task_of
 from longspan.models import checkpoint
 from longspan.train import TrainConfig
 from support.runs import press_at
@@ -136,7 +137,7 @@ def test_losses_are_those_of_their_definitions(tmp_path, text):
     one = teacher()
     chosen = plan(one, "linear; softmax")
     student, batch = student_of(one, chosen), text.take("train", torch.arange(3))
-    first = Layers(run_of(tmp_path), text, one, chosen.converted)
+    first = Layers(run_of(tmp_path), task_of(one, text), chosen.converted)
     expected = []
     for layer, pair in zip((0, 2), pairs(one, one.shift(batch), (0, 2)), strict=True):
         y = student.stack.attentions()[layer](pair.inputs)[0]
@@ -149,9 +150,9 @@ def test_losses_are_those_of_their_definitions(tmp_path, text):
     kl = torch.nn.functional.kl_div(found, wanted, log_target=True, reduction="sum") / batch.numel()
     nats = torch.nn.functional.cross_entropy(found.flatten(0, 1), batch.flatten())
     for share in (0.0, 0.25, 1.0):
-        total = Logits(run_of(tmp_path), text, one, share).loss(student, batch).total
+        total = Logits(run_of(tmp_path), task_of(one, text), share).loss(student, batch).total
         assert total.item() == pytest.approx(((1 - share) * kl + share * nats).item(), rel=1e-4)
-    same = Logits(run_of(tmp_path), text, one, 0.0).loss(one, batch).total
+    same = Logits(run_of(tmp_path), task_of(one, text), 0.0).loss(one, batch).total
     assert same.item() == pytest.approx(0, abs=1e-6)
 
 
@@ -159,7 +160,7 @@ def test_the_first_stage_lowers_the_errors(tmp_path, text):
     one = teacher()
     chosen = plan(one, "hedgehog; gated_deltanet")
     student, batch = student_of(one, chosen), text.take("train", torch.arange(4))
-    objective = Layers(run_of(tmp_path), text, one, chosen.converted)
+    objective = Layers(run_of(tmp_path), task_of(one, text), chosen.converted)
     optimizer = torch.optim.Adam(student.stack.parameters(), lr=3e-3)
     losses = []
     for _ in range(40):
@@ -218,27 +219,44 @@ def test_the_result(whole, text):
     assert sum(spec == specs[kept] for spec in specs) == 1
     # The layer whose return to softmax lowers the loss most.
     assert kept == max(found.layers, key=lambda layer: layer["gain"])["layer"]
-    measured = [(longspan.load(folder / "run/logits"), "logits"), (one, "teacher")]
+    measured = [(longspan.load(folder / "run/logits"), "logits"), (one, "teacher"), (student, found.best)]
     for model, name in measured:
-        assert found.bits[name] == pytest.approx(measure.bits_of(model, text, "test", 8))
+        assert found.losses[name] == pytest.approx(measure.loss_of(model, task_of(one, text), "test", 8))
     report = json.loads((folder / "run/report.json").read_text())
-    assert report["bits"] == found.bits
+    assert report["losses"] == found.losses
     assert "| logits |" in (folder / "run/report.md").read_text()
     first, last = map(json.loads, (folder / "run/layers/learned.jsonl").read_text().splitlines())
     assert (first["step"], last["step"]) == (3, 5)
     assert [layer for layer, _ in last["errors"]] == [0, 1, 2]
-    objective, batch = Logits(run_of(folder), text, one, 0.0), text.take("test", torch.arange(20))
+    last, task = longspan.load(folder / "run/logits"), task_of(one, text)
+    objective, batch = Logits(run_of(folder), task, 0.0), text.take("test", torch.arange(20))
     before, after = (
-        objective.loss(model, batch).total.item() for model in (longspan.load(folder / "run/layers"), student)
+        objective.loss(model, batch).total.item() for model in (longspan.load(folder / "run/layers"), last)
     )
     assert after < before
 
 
+@pytest.mark.parametrize(("rate", "best"), [(0.003, "logits"), (3.0, "layers")])
+def test_the_better_stage_is_the_result(tmp_path, text, rate, best, capsys):
+    one, job = teacher(), LinearizeConfig(attention="linear", layer_steps=4, layer_learning_rate=0.003)
+    found = linearize(one, text, job, run_of(tmp_path, learning_rate=rate, evaluate_every=8))
+    weights = (checkpoint.read(tmp_path / "run" / place)[2] for place in ("model", best))
+    mine, theirs = weights
+    assert found.best == best
+    assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+    report = (tmp_path / "run/report.md").read_text()
+    for said in (capsys.readouterr().err, report):
+        assert ("model/ is the student" in said) == (best == "layers")
+    start, end = found.losses["carried over"], found.losses[best]
+    gap = start - found.losses["teacher"]
+    assert found.closed == (pytest.approx((start - end) / gap) if gap > 0 else None)
+
+
 def test_costs_and_gains_are_losses_of_mixed_models(text):
     one = teacher()
-    chosen = plan(one, "linear")
+    chosen, task = plan(one, "linear"), task_of(one, text)
     student = student_of(one, chosen)
-    found = measure.measure(student, one, text, chosen.converted, 2, 8)
+    found = measure.measure(student, task, chosen.converted, 2, 8)
 
     def bits(converted):
         mixed = longspan.Decoder(plan(one, "linear", [i for i in range(3) if i not in converted]).config)
@@ -248,9 +266,9 @@ def test_costs_and_gains_are_losses_of_mixed_models(text):
             own = {name: value for name, value in own.items() if not name.startswith(place)}
             own |= {name: value for name, value in student.state_dict().items() if name.startswith(place)}
         mixed.load_state_dict(own)
-        return measure.bits_of(mixed, text, "validation", 8)
+        return measure.loss_of(mixed, task, "validation", 8)
 
-    teachers, students = measure.bits_of(one, text, "validation", 8), bits([0, 1, 2])
+    teachers, students = measure.loss_of(one, task, "validation", 8), bits([0, 1, 2])
     for i, layer in enumerate(found.layers):
         assert layer["cost"] == pytest.approx(bits([i]) - teachers)
         assert layer["gain"] == pytest.approx(students - bits([j for j in range(3) if j != i]))
@@ -258,7 +276,7 @@ def test_costs_and_gains_are_losses_of_mixed_models(text):
     left = [j for j in range(3) if j != first]
     assert first == min(range(3), key=lambda i: bits([j for j in range(3) if j != i]))
     assert second == min(left, key=lambda i: bits([j for j in left if j != i]))
-    assert found.layers[0]["error"] == errors(student, one, text, [0], "validation", 8)[0]
+    assert found.layers[0]["error"] == errors(student, task, [0], "validation", 8)[0]
 
 
 @pytest.mark.parametrize(
@@ -280,7 +298,7 @@ def test_what_is_refused(tmp_path, text, fields, said):
 def test_teachers_and_folders_that_are_refused(tmp_path, text, whole):
     folder, _ = whole
     given: dict[str, Any] = {"progress": False}
-    with pytest.raises(ValueError, match=r"must be a longspan\.Decoder, not Linear"):
+    with pytest.raises(ValueError, match=r"must be a longspan\.Decoder or longspan\.Encoder, not Linear"):
         linearize(torch.nn.Linear(1, 1), text, CONFIG, run_of(tmp_path), **given)  # pyright: ignore
     with pytest.raises(ValueError, match="the teacher has vocab=17"):
         linearize(teacher(vocab=17), text, CONFIG, run_of(tmp_path), **given)

@@ -40,10 +40,11 @@ class Hedgehog(Attention[HedgehogState | HedgehogWindowState]):
     ``longspan linearize`` trains them in place of a softmax layer.
 
     ``window``: w, the number of tokens, the token itself included, that each query reads by softmax; all earlier ones
-    are read by features (0: all of them are). In the bidirectional form, the window has w - 1 tokens on each side of the
-    query. $c_i$ is the largest score in the window, and $\gamma$ a learned number per head, which begins at 1. ``eps``: $\epsilon$, added to the denominator without a window. ``rotary``: the base of
-    rotary positions (0: none), which turn queries and keys before the feature maps. ``rotary_layout``: halves or
-    interleaved. ``head_dim`` and ``qk_norm``: as in ``softmax``.
+    are read by features (0: all of them are). In the bidirectional form, the window has w - 1 tokens on each side of
+    the query. $c_i$ is the largest score in the window, and $\gamma$ a learned number per head, which begins at 1.
+    ``eps``: $\epsilon$, added to the denominator without a window. ``rotary``: the base of rotary positions (0: none),
+    which turn queries and keys before the feature maps. ``rotary_layout``: halves or interleaved. ``head_dim`` and
+    ``qk_norm``: as in ``softmax``.
 
     Source: Zhang et al. 2024 (2402.04347), section 4; the window: Zhang et al. 2024 (2410.10254), section 3.3.
     """
