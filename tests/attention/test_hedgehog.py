@@ -172,3 +172,18 @@ def test_both_sides_are_read_in_blocks(n):
     weights = torch.where(near, gate * (scores - scores.amax(-1, keepdim=True)).exp(), features[0] @ features[1].mT)
     expected = module.out((weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2))
     torch.testing.assert_close(module(x)[0], expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("n", [31, 33, 101])
+def test_both_sides_are_read_in_blocks(n):
+    """A row of several blocks of queries against the same row in one."""
+    module, x = build("hedgehog(window=3)", causal=False), data(1, n, 8)
+    q, k, v = module._projected(x, torch.arange(n)[None])
+    features = [hedgehog._features(t, maps) for t, maps in ((q, module.query_map), (k, module.key_map))]
+    place = torch.arange(n)
+    near = (place[:, None] - place).abs() < 3
+    scores = (q @ k.mT / 2).masked_fill(~near, -torch.inf)
+    gate = module.gate.exp()[:, None, None]
+    weights = torch.where(near, gate * (scores - scores.amax(-1, keepdim=True)).exp(), features[0] @ features[1].mT)
+    expected = module.out((weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(module(x)[0], expected, rtol=1e-10, atol=1e-10)

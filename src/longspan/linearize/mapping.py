@@ -78,7 +78,7 @@ def plan(teacher: Decoder | Encoder, attention: str, kept: Collection[int] = (),
         if not isinstance(teacher, Encoder) or not isinstance(kind, Learned) or positions < length:
             raise ValueError(
                 f"positions={positions} must be 0, or for an encoder with learned positions at least as many as the "
-                f"teacher's: this is a {type(teacher).__name__} with positions={config.positions!r}, length={length}"
+                f"teacher's: this {type(teacher).__name__} has positions={config.positions!r}, length={length}"
             )
         length = positions
     # Rotary positions are options of the layers that have them.

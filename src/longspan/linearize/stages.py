@@ -171,7 +171,7 @@ class Vectors(Distillation):
         far = 1 - F.cosine_similarity(model.pooled(found), goal, dim=-1).mean()
         error = (found - wanted).square().sum() / wanted.square().sum()
         loss = (1 - self.share) * far + self.share * error
-        return Loss(loss, {"loss": loss.detach(), "far": far.detach()})
+        return Loss(loss, {"loss": loss.detach()})
 
 
 class Stage:

@@ -9,6 +9,7 @@
     on_cpu.byte_tokenizer()             # the tokenizer of longspan's models of bytes
     on_cpu.to_decoder(model)            # a Llama, Qwen3 or GPT-2 as a longspan decoder
     on_cpu.to_encoder(model)            # a BERT, MiniLM or RoBERTa as a longspan encoder
+    on_cpu.LongspanEncoder              # a longspan encoder in a folder that sentence-transformers loads
 
 transformers (5.5 to 5.24) is an optional extra of longspan. It is imported on first use of one of these.
 """
@@ -24,6 +25,8 @@ from .softmax import register
 _WHERE = {
     "LongspanCache": "cache",
     "LongspanConfig": "config",
+    "LongspanEncoder": "sentences",
+    "LongspanEncoderConfig": "sentences",
     "LongspanForCausalLM": "causal_lm",
     "byte_tokenizer": "byte_tokens",
     "load_any": "encoders",
@@ -38,6 +41,8 @@ _WHERE = {
 __all__ = [
     "LongspanCache",
     "LongspanConfig",
+    "LongspanEncoder",
+    "LongspanEncoderConfig",
     "LongspanForCausalLM",
     "Status",
     "accelerate",

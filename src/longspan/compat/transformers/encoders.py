@@ -19,7 +19,7 @@ from .dense import TYPES as DECODERS
 TYPES = ("bert", "roberta", "xlm-roberta")
 # Modules of a folder of sentence-transformers: the model, its pooling, and what `Encoder.embed` does by default.
 MODULES = ("Transformer", "Pooling", "Normalize")
-POOLINGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "first"}
+POOLINGS = {"pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "mean"}
 PARTS = {
     "attention.query": "attention.self.query",
     "attention.key": "attention.self.key",
