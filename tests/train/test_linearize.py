@@ -40,7 +40,8 @@ def teacher(attention="softmax(kv_heads=2)", positions="rotary(base=100.0)", **f
 def encoder(**fields: Any) -> longspan.Encoder:
     """A small encoder of bytes as BERT has it, with lively weights."""
     torch.manual_seed(0)
-    usual = {"attention": "softmax", "pool": "mean", "positions": "learned", "length": 32, "prenorm": False}
+    usual: dict[str, Any] = {"attention": "softmax", "pool": "mean", "positions": "learned", "length": 32}
+    usual |= {"prenorm": False}
     made = longspan.Encoder(longspan.EncoderConfig(**SIZES | usual | {"embedding_norm": True} | fields))
     for p in made.parameters():
         p.add_(0.1 * torch.randn_like(p))
@@ -286,7 +287,8 @@ def test_costs_and_gains_are_losses_of_mixed_models(text):
     found = measure.measure(student, task, chosen.converted, 2, 8)
 
     def bits(converted):
-        mixed = longspan.Decoder(plan(one, "linear", [i for i in range(3) if i not in converted]).config)
+        config: Any = plan(one, "linear", [i for i in range(3) if i not in converted]).config
+        mixed = longspan.Decoder(config)
         own = one.state_dict()
         for i in converted:
             place = f"stack.blocks.{i}.attention."
@@ -317,7 +319,7 @@ class TestEncoders:
 
     def test_positions_beyond_the_table_repeat_it_without_the_first(self):
         one = encoder(length=5)
-        table = student_of(one, plan(one, "linear", positions=14)).embedding.table.weight
+        table: Any = student_of(one, plan(one, "linear", positions=14)).embedding.table.weight
         at = [0, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1]
         assert torch.equal(table, one.embedding.table.weight[at])
 
@@ -354,7 +356,8 @@ class TestEncoders:
         assert set(found.losses) == {"teacher", "carried over", "layers", "kept", "embeddings"}
         assert found.losses["layers"] < found.losses["carried over"]
         # Embeddings of tokens and positions stay.
-        assert torch.equal(student.embedding.tokens.weight, encoder().embedding.tokens.weight)
+        name = "embedding.tokens.weight"
+        assert torch.equal(student.state_dict()[name], encoder().state_dict()[name])
         assert "| embeddings |" in (folder / "run/report.md").read_text()
         assert student.embed(["a text", "another one"]).shape == (2, 16)
 
@@ -372,9 +375,9 @@ class TestEncoders:
         ],
     )
     def test_what_is_refused(self, tmp_path, text, fields, config, said):
+        one, given = encoder(**fields), {"attention": "hedgehog", **config}
         with pytest.raises(ValueError, match=said):
-            job = LinearizeConfig(**{"attention": "hedgehog", **config})
-            linearize(encoder(**fields), text, job, run_of(tmp_path), progress=False)
+            linearize(one, text, LinearizeConfig(**given), run_of(tmp_path), progress=False)
         assert not (tmp_path / "run").exists()
 
 

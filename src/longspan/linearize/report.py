@@ -13,7 +13,7 @@ from .._utils.pyplot import png, pyplot
 from ..train.config import TrainConfig
 from .tasks import Task
 
-NAMES = {"carried over": "weights carried over", "kept": "layers, some kept softmax"}
+NAMES: dict[str, str] = {"carried over": "weights carried over", "kept": "layers, some kept softmax"}
 
 
 def write(result: Any, config: Any, run: TrainConfig, task: Task) -> None:
@@ -82,7 +82,7 @@ def draw(path: Path, facts: dict[str, Any]) -> None:
     measured = [one for one in layers if "error" in one]
     figure, axes = plt.subplots(1, 3 if measured else 2, figsize=(11 if measured else 8, 3.4), layout="constrained")
     names = [name for name in losses if name != "teacher"]
-    places = [NAMES.get(name, name).replace(" ", "\n") for name in names]
+    places = [str(NAMES.get(name, name)).replace(" ", "\n") for name in names]
     axes[0].plot(places, [losses[name] for name in names], "o-", color="C0")
     axes[0].axhline(losses["teacher"], color="#666666", linestyle="--", linewidth=1)
     axes[0].annotate("teacher", (0.02, losses["teacher"]), xycoords=("axes fraction", "data"), va="bottom", fontsize=9)
