@@ -85,8 +85,8 @@ for i, spec in enumerate(args.specs.split("|")):
     half = replace(stages, steps=few - few // 2, out=str(folder))
     found = linearize(teacher, text, job, half, resume=folder.exists())
     scratch = trained(longspan.load(folder / "model").config, f"scratch-{i}", replace(short, steps=few))
-    bits = [found.bits[name] for name in ("carried over", "layers", "logits")]
-    share = (worst - bits[-1]) / (worst - best)
+    bits = [found.losses[name] for name in ("carried over", "layers", "logits")]
+    share = (worst - found.losses[found.best]) / (worst - best)
     rows.append((found.attention, *(f"{value:.4f}" for value in bits), f"{share:.1%}", f"{scratch:.4f}"))
 widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 for row in rows:

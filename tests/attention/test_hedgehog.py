@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import longspan
+from longspan.attention import hedgehog
 from longspan.modules.rotary import rotate
 from longspan.ops.tensors import split
 from support.hand import plain, read
@@ -29,10 +30,9 @@ def build(spec, causal=True) -> Any:
 
 def definition(module, x, mask, segments):
     """The outputs at real tokens, from the matrix of all pairs."""
-    n = x.shape[1]
     same_row = mask[:, None, :] & (segments[:, :, None] == segments[:, None, :])
     # Positions count the real tokens of a segment.
-    before = (same_row & torch.ones(n, n, dtype=torch.bool).tril(-1)).sum(-1)
+    before = (same_row & torch.ones(N, N, dtype=torch.bool).tril(-1)).sum(-1)
     q, k, v = (split(part(x), 2) for part in (module.query, module.key, module.value))
     if module.rotary:
         q, k = (rotate(t, before, module.rotary) for t in (q, k))
@@ -42,7 +42,7 @@ def definition(module, x, mask, segments):
         return torch.cat([y, -y], -1).softmax(-1)
 
     weights = features(q, module.query_map) @ features(k, module.key_map).mT
-    allowed = same_row & torch.ones(n, n, dtype=torch.bool).tril() if module.causal else same_row
+    allowed = same_row & torch.ones(N, N, dtype=torch.bool).tril() if module.causal else same_row
     if module.window:
         distance = before[:, :, None] - before[:, None, :]
         near = (allowed & (distance.abs() < module.window))[:, None]
@@ -91,9 +91,10 @@ def test_by_hand():
     assert read(plain("hedgehog(window=2)"), 1.0, -1.0, 0.5)[2] == pytest.approx(expected)
 
 
-def test_a_window_of_all_tokens_is_softmax():
-    module: Any = build("hedgehog(window=40, rotary=100.0)")
-    softmax = longspan.build("softmax(rotary=100.0)", 8, 2).double()
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_of_all_tokens_is_softmax(causal):
+    module: Any = build("hedgehog(window=40, rotary=100.0)", causal)
+    softmax = longspan.build("softmax(rotary=100.0)", 8, 2, causal=causal).double()
     softmax.load_state_dict({name: p for name, p in module.state_dict().items() if name in softmax.state_dict()})
     x = data(2, N, 8)
     torch.testing.assert_close(module(x)[0], softmax(x)[0], rtol=1e-10, atol=1e-10)
@@ -107,9 +108,22 @@ def test_long_rows_are_read_in_blocks():
     for token in x.split(1, 1):
         one, at = module(token, at)
         steps.append(one)
-    both = build("hedgehog(window=3)", causal=False)
-    torch.testing.assert_close(both(x)[0], definition(both, x, torch.ones(1, 101).bool(), torch.zeros(1, 101)))
     for found in (torch.cat(steps, 1), module(x)[0]):
         torch.testing.assert_close(found, y, rtol=1e-10, atol=1e-10)
     for ours, theirs in zip(state, at, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("n", [31, 33, 101])
+def test_both_sides_are_read_in_blocks(n):
+    """A row of several blocks of queries against the same row in one."""
+    module, x = build("hedgehog(window=3)", causal=False), data(1, n, 8)
+    q, k, v = module._projected(x, torch.arange(n)[None])
+    features = [hedgehog._features(t, maps) for t, maps in ((q, module.query_map), (k, module.key_map))]
+    place = torch.arange(n)
+    near = (place[:, None] - place).abs() < 3
+    scores = (q @ k.mT / 2).masked_fill(~near, -torch.inf)
+    gate = module.gate.exp()[:, None, None]
+    weights = torch.where(near, gate * (scores - scores.amax(-1, keepdim=True)).exp(), features[0] @ features[1].mT)
+    expected = module.out((weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(module(x)[0], expected, rtol=1e-10, atol=1e-10)

@@ -13,7 +13,8 @@ from longspan import data
 from longspan.cli.entry import main
 from longspan.linearize import LinearizeConfig, linearize, measure, plan, student_of
 from longspan.linearize.mapping import left_out
-from longspan.linearize.stages import Layers, Logits, errors, pairs
+from longspan.linearize.stages import Layers, Logits, Vectors, errors, pairs
+from longspan.linearize.tasks import Embeddings, task_of
 from longspan.models import checkpoint
 from longspan.train import TrainConfig
 from support.runs import press_at
@@ -30,6 +31,18 @@ def teacher(attention="softmax(kv_heads=2)", positions="rotary(base=100.0)", **f
     torch.manual_seed(0)
     fields = SIZES | {"attention": attention, "positions": positions} | fields
     made = longspan.Decoder(longspan.DecoderConfig(**fields))
+    for p in made.parameters():
+        p.add_(0.1 * torch.randn_like(p))
+    return made.eval()
+
+
+@torch.no_grad()
+def encoder(**fields: Any) -> longspan.Encoder:
+    """A small encoder of bytes as BERT has it, with lively weights."""
+    torch.manual_seed(0)
+    usual: dict[str, Any] = {"attention": "softmax", "pool": "mean", "positions": "learned", "length": 32}
+    usual |= {"prenorm": False}
+    made = longspan.Encoder(longspan.EncoderConfig(**SIZES | usual | {"embedding_norm": True} | fields))
     for p in made.parameters():
         p.add_(0.1 * torch.randn_like(p))
     return made.eval()
@@ -136,7 +149,7 @@ def test_losses_are_those_of_their_definitions(tmp_path, text):
     one = teacher()
     chosen = plan(one, "linear; softmax")
     student, batch = student_of(one, chosen), text.take("train", torch.arange(3))
-    first = Layers(run_of(tmp_path), text, one, chosen.converted)
+    first = Layers(run_of(tmp_path), task_of(one, text), chosen.converted)
     expected = []
     for layer, pair in zip((0, 2), pairs(one, one.shift(batch), (0, 2)), strict=True):
         y = student.stack.attentions()[layer](pair.inputs)[0]
@@ -149,9 +162,9 @@ def test_losses_are_those_of_their_definitions(tmp_path, text):
     kl = torch.nn.functional.kl_div(found, wanted, log_target=True, reduction="sum") / batch.numel()
     nats = torch.nn.functional.cross_entropy(found.flatten(0, 1), batch.flatten())
     for share in (0.0, 0.25, 1.0):
-        total = Logits(run_of(tmp_path), text, one, share).loss(student, batch).total
+        total = Logits(run_of(tmp_path), task_of(one, text), share).loss(student, batch).total
         assert total.item() == pytest.approx(((1 - share) * kl + share * nats).item(), rel=1e-4)
-    same = Logits(run_of(tmp_path), text, one, 0.0).loss(one, batch).total
+    same = Logits(run_of(tmp_path), task_of(one, text), 0.0).loss(one, batch).total
     assert same.item() == pytest.approx(0, abs=1e-6)
 
 
@@ -159,7 +172,7 @@ def test_the_first_stage_lowers_the_errors(tmp_path, text):
     one = teacher()
     chosen = plan(one, "hedgehog; gated_deltanet")
     student, batch = student_of(one, chosen), text.take("train", torch.arange(4))
-    objective = Layers(run_of(tmp_path), text, one, chosen.converted)
+    objective = Layers(run_of(tmp_path), task_of(one, text), chosen.converted)
     optimizer = torch.optim.Adam(student.stack.parameters(), lr=3e-3)
     losses = []
     for _ in range(40):
@@ -172,30 +185,46 @@ def test_the_first_stage_lowers_the_errors(tmp_path, text):
 
 
 CONFIG = LinearizeConfig(attention="hedgehog; gated_deltanet", keep=1, layer_steps=5)
+# Kind -> teacher, config and the name of the second stage.
+KINDS: dict[str, tuple[Any, LinearizeConfig, str]] = {
+    "decoder": (teacher, CONFIG, "logits"),
+    "encoder": (encoder, replace(CONFIG, attention="hedgehog(window=3); linear", positions=40), "embeddings"),
+}
+
+
+def linearized(kind, text, folder, **options):
+    make, config, _ = KINDS[kind]
+    return linearize(make(), text, config, run_of(folder), progress=False, **options)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, text):
-    """A linearization from beginning to end: its folder and its result."""
+def wholes(tmp_path_factory, text):
+    """For each kind a linearization from beginning to end: its folder and its result."""
     pytest.importorskip("lightning")
     folder, threads = tmp_path_factory.mktemp("whole"), torch.get_num_threads()
     torch.set_num_threads(1)
-    found = linearize(teacher(), text, CONFIG, run_of(folder), progress=False)
+    found = {kind: (folder / kind, linearized(kind, text, folder / kind)) for kind in KINDS}
     torch.set_num_threads(threads)
-    return folder, found
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(wholes):
+    return wholes["decoder"]
 
 
 # The micro-batch at which a signal comes: in the first stage, and in the second one, which is longer.
 @pytest.mark.parametrize("at", [3, 6])
-def test_interrupted_and_resumed_is_uninterrupted(tmp_path, text, whole, at, monkeypatch):
-    folder, expected = whole
+@pytest.mark.parametrize("kind", KINDS)
+def test_interrupted_and_resumed_is_uninterrupted(tmp_path, text, wholes, kind, at, monkeypatch):
+    folder, expected = wholes[kind]
     with monkeypatch.context() as patch:
         press_at(patch, at)
         with pytest.raises(KeyboardInterrupt, match="interrupted at step"):
-            linearize(teacher(), text, CONFIG, run_of(tmp_path), progress=False)
+            linearized(kind, text, tmp_path)
     assert not (tmp_path / "run/model").exists()
-    found = linearize(teacher(), text, CONFIG, run_of(tmp_path), resume=True, progress=False)
-    for stage in ("layers", "logits"):
+    found = linearized(kind, text, tmp_path, resume=True)
+    for stage in ("layers", KINDS[kind][2]):
         assert checkpoint.read(tmp_path / "run" / stage)[2].keys() == checkpoint.read(folder / "run" / stage)[2].keys()
     mine, theirs = (checkpoint.read(place / "run/model")[2] for place in (tmp_path, folder))
     assert all(torch.equal(mine[name], value) for name, value in theirs.items())
@@ -218,39 +247,57 @@ def test_the_result(whole, text):
     assert sum(spec == specs[kept] for spec in specs) == 1
     # The layer whose return to softmax lowers the loss most.
     assert kept == max(found.layers, key=lambda layer: layer["gain"])["layer"]
-    measured = [(longspan.load(folder / "run/logits"), "logits"), (one, "teacher")]
+    measured = [(longspan.load(folder / "run/logits"), "logits"), (one, "teacher"), (student, found.best)]
     for model, name in measured:
-        assert found.bits[name] == pytest.approx(measure.bits_of(model, text, "test", 8))
+        assert found.losses[name] == pytest.approx(measure.loss_of(model, task_of(one, text), "test", 8))
     report = json.loads((folder / "run/report.json").read_text())
-    assert report["bits"] == found.bits
+    assert report["losses"] == found.losses
     assert "| logits |" in (folder / "run/report.md").read_text()
     first, last = map(json.loads, (folder / "run/layers/learned.jsonl").read_text().splitlines())
     assert (first["step"], last["step"]) == (3, 5)
     assert [layer for layer, _ in last["errors"]] == [0, 1, 2]
-    objective, batch = Logits(run_of(folder), text, one, 0.0), text.take("test", torch.arange(20))
+    last, task = longspan.load(folder / "run/logits"), task_of(one, text)
+    objective, batch = Logits(run_of(folder), task, 0.0), text.take("test", torch.arange(20))
     before, after = (
-        objective.loss(model, batch).total.item() for model in (longspan.load(folder / "run/layers"), student)
+        objective.loss(model, batch).total.item() for model in (longspan.load(folder / "run/layers"), last)
     )
     assert after < before
 
 
+@pytest.mark.parametrize(("rate", "best"), [(0.003, "logits"), (3.0, "layers")])
+def test_the_better_stage_is_the_result(tmp_path, text, rate, best, capsys):
+    one, job = teacher(), LinearizeConfig(attention="linear", layer_steps=4, layer_learning_rate=0.003)
+    found = linearize(one, text, job, run_of(tmp_path, learning_rate=rate, evaluate_every=8))
+    weights = (checkpoint.read(tmp_path / "run" / place)[2] for place in ("model", best))
+    mine, theirs = weights
+    assert found.best == best
+    assert all(torch.equal(mine[name], value) for name, value in theirs.items())
+    report = (tmp_path / "run/report.md").read_text()
+    for said in (capsys.readouterr().err, report):
+        assert ("model/ is the student" in said) == (best == "layers")
+    start, end = found.losses["carried over"], found.losses[best]
+    gap = start - found.losses["teacher"]
+    assert found.closed == (pytest.approx((start - end) / gap) if gap > 0 else None)
+
+
 def test_costs_and_gains_are_losses_of_mixed_models(text):
     one = teacher()
-    chosen = plan(one, "linear")
+    chosen, task = plan(one, "linear"), task_of(one, text)
     student = student_of(one, chosen)
-    found = measure.measure(student, one, text, chosen.converted, 2, 8)
+    found = measure.measure(student, task, chosen.converted, 2, 8)
 
     def bits(converted):
-        mixed = longspan.Decoder(plan(one, "linear", [i for i in range(3) if i not in converted]).config)
+        config: Any = plan(one, "linear", [i for i in range(3) if i not in converted]).config
+        mixed = longspan.Decoder(config)
         own = one.state_dict()
         for i in converted:
             place = f"stack.blocks.{i}.attention."
             own = {name: value for name, value in own.items() if not name.startswith(place)}
             own |= {name: value for name, value in student.state_dict().items() if name.startswith(place)}
         mixed.load_state_dict(own)
-        return measure.bits_of(mixed, text, "validation", 8)
+        return measure.loss_of(mixed, task, "validation", 8)
 
-    teachers, students = measure.bits_of(one, text, "validation", 8), bits([0, 1, 2])
+    teachers, students = measure.loss_of(one, task, "validation", 8), bits([0, 1, 2])
     for i, layer in enumerate(found.layers):
         assert layer["cost"] == pytest.approx(bits([i]) - teachers)
         assert layer["gain"] == pytest.approx(students - bits([j for j in range(3) if j != i]))
@@ -258,12 +305,86 @@ def test_costs_and_gains_are_losses_of_mixed_models(text):
     left = [j for j in range(3) if j != first]
     assert first == min(range(3), key=lambda i: bits([j for j in range(3) if j != i]))
     assert second == min(left, key=lambda i: bits([j for j in left if j != i]))
-    assert found.layers[0]["error"] == errors(student, one, text, [0], "validation", 8)[0]
+    assert found.layers[0]["error"] == errors(student, task, [0], "validation", 8)[0]
+
+
+class TestEncoders:
+    def test_a_window_of_all_tokens_is_the_teacher(self):
+        one = encoder()
+        tokens, mask = torch.randint(256, (2, 11), generator=torch.Generator().manual_seed(1)), torch.ones(2, 11) > 0
+        mask[1, 7:] = False
+        for spec in ("hedgehog(window=20)", "local(window=41)", "hedgehog(window=20); softmax"):
+            student = student_of(one, plan(one, spec))
+            torch.testing.assert_close(student(tokens, mask=mask), one(tokens, mask=mask), rtol=1e-4, atol=1e-4)
+
+    def test_positions_beyond_the_table_repeat_it_without_the_first(self):
+        one = encoder(length=5)
+        table: Any = student_of(one, plan(one, "linear", positions=14)).embedding.table.weight
+        at = [0, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4, 1]
+        assert torch.equal(table, one.embedding.table.weight[at])
+
+    def test_texts_have_special_tokens_and_lengths_that_are_halved(self, text):
+        task = task_of(encoder(length=64), replace(text, length=64))
+        assert isinstance(task, Embeddings)
+        task = replace(task, before=(7,), after=(8, 9))
+        batch = torch.arange(128).view(2, 64)
+        assert task.sizes == [64, 32, 16]
+        for number, size in enumerate([64, 32, 16, 64]):
+            found = task.framed(batch, number)
+            expected = [[7, *row[: size - 3], 8, 9] for row in batch.view(-1, size).tolist()]
+            assert found.tolist() == expected
+
+    def test_losses_are_those_of_their_definitions(self, tmp_path, text):
+        one = encoder()
+        student, task = student_of(one, plan(one, "linear")), task_of(one, text)
+        batch = text.take("train", torch.arange(3))
+        found, wanted = (model.features(batch) for model in (student, one))
+        near = torch.nn.functional.cosine_similarity(student(batch), one(batch)).mean().item()
+        error = ((found - wanted).square().sum() / wanted.square().sum()).item()
+        for share in (0.0, 0.25, 1.0):
+            total = Vectors(run_of(tmp_path), task, share).loss(student, batch).total.item()
+            assert total == pytest.approx((1 - share) * (1 - near) + share * error, rel=1e-4)
+        rows = text.take("test", torch.arange(text.count("test")))
+        near = torch.nn.functional.cosine_similarity(student(rows), one(rows)).mean().item()
+        assert measure.loss_of(student, task, "test", 0) == pytest.approx(1 - near, rel=1e-4)
+        assert measure.loss_of(one, task, "test", 0) == pytest.approx(0, abs=1e-6)
+
+    def test_the_result(self, wholes):
+        folder, found = wholes["encoder"]
+        student = longspan.load(folder / "run/model")
+        assert student.config.length == 40
+        assert set(found.losses) == {"teacher", "carried over", "layers", "kept", "embeddings"}
+        assert found.losses["layers"] < found.losses["carried over"]
+        # Embeddings of tokens and positions stay.
+        name = "embedding.tokens.weight"
+        assert torch.equal(student.state_dict()[name], encoder().state_dict()[name])
+        assert "| embeddings |" in (folder / "run/report.md").read_text()
+        assert student.embed(["a text", "another one"]).shape == (2, 16)
+
+    @pytest.mark.parametrize(
+        ("fields", "config", "said"),
+        [
+            ({"pool": "none"}, {}, "the teacher has pool='none'"),
+            ({"vocab": 0}, {}, "the teacher has vocab=0, but"),
+            ({"attention": "linear"}, {}, "layer 0 of the teacher is linear"),
+            ({}, {"text": 0.5}, "text=0.5 is a share of the loss of a decoder"),
+            ({}, {"tokens": 2.0}, "tokens=2.0 must be in"),
+            ({}, {"positions": 8}, "positions=8 must be 0, or .* this Encoder has"),
+            ({"positions": "sinusoidal"}, {"positions": 64}, "has positions='sinusoidal'"),
+            ({}, {"attention": "gated_deltanet"}, "gated_deltanet has no bidirectional form"),
+        ],
+    )
+    def test_what_is_refused(self, tmp_path, text, fields, config, said):
+        one, given = encoder(**fields), {"attention": "hedgehog", **config}
+        with pytest.raises(ValueError, match=said):
+            linearize(one, text, LinearizeConfig(**given), run_of(tmp_path), progress=False)
+        assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
+        ({"positions": 64}, "positions=64 must be 0, or .* this Decoder has"),
         ({"keep": 3}, "keep=3 must be less than the 3 layers"),
         ({"keep": 1, "layer_steps": 0}, "which layer_steps=0 leaves out"),
         ({"keep_layers": (3,)}, "no layer 3 to keep: the teacher has layers 0 to 2"),
@@ -280,7 +401,7 @@ def test_what_is_refused(tmp_path, text, fields, said):
 def test_teachers_and_folders_that_are_refused(tmp_path, text, whole):
     folder, _ = whole
     given: dict[str, Any] = {"progress": False}
-    with pytest.raises(ValueError, match=r"must be a longspan\.Decoder, not Linear"):
+    with pytest.raises(ValueError, match=r"must be a longspan\.Decoder or longspan\.Encoder, not Linear"):
         linearize(torch.nn.Linear(1, 1), text, CONFIG, run_of(tmp_path), **given)  # pyright: ignore
     with pytest.raises(ValueError, match="the teacher has vocab=17"):
         linearize(teacher(vocab=17), text, CONFIG, run_of(tmp_path), **given)

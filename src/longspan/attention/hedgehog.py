@@ -10,7 +10,6 @@ from ..modules.norms import HeadNorm
 from ..modules.rotary import check_rotary, rotate
 from ..ops import linear
 from ..ops.linear import recurrence
-from ..ops.operands import zero_masked
 from ..ops.rows import map_sequences, pick
 from ..ops.tensors import merge, per_root, positions, split, upcast_half, with_ones
 from .base import Attention
@@ -41,11 +40,11 @@ class Hedgehog(Attention[HedgehogState | HedgehogWindowState]):
     ``longspan linearize`` trains them in place of a softmax layer.
 
     ``window``: w, the number of tokens, the token itself included, that each query reads by softmax; all earlier ones
-    are read by features (0: all of them are). $c_i$ is the largest score in the window, and $\gamma$ a learned number
-    per head, which begins at 1. In the bidirectional form the window has w - 1 tokens on either side, and all others
-    are read by features. ``eps``: $\epsilon$, added to the denominator without a window. ``rotary``: the base of rotary
-    positions (0: none), which turn queries and keys before the feature maps. ``rotary_layout``: halves or interleaved.
-    ``head_dim`` and ``qk_norm``: as in ``softmax``.
+    are read by features (0: all of them are). In the bidirectional form, the window has w - 1 tokens on each side of
+    the query. $c_i$ is the largest score in the window, and $\gamma$ a learned number per head, which begins at 1.
+    ``eps``: $\epsilon$, added to the denominator without a window. ``rotary``: the base of rotary positions (0: none),
+    which turn queries and keys before the feature maps. ``rotary_layout``: halves or interleaved. ``head_dim`` and
+    ``qk_norm``: as in ``softmax``.
 
     Source: Zhang et al. 2024 (2402.04347), section 4; the window: Zhang et al. 2024 (2410.10254), section 3.3.
     """
@@ -59,6 +58,8 @@ class Hedgehog(Attention[HedgehogState | HedgehogWindowState]):
         r"\text{window:} \quad o_i = \frac{\gamma \sum_{j = i - w + 1}^i e^{s_{ij} - c_i} v_j + "
         r"S_{i - w}^\top \phi_q(q_i)}{\gamma \sum_{j = i - w + 1}^i e^{s_{ij} - c_i} + z_{i - w} \cdot \phi_q(q_i)}, "
         r"\quad s_{ij} = \frac{q_i \cdot k_j}{\sqrt D}",
+        r"\text{window, bidirectional:} \quad \text{softmax over } |i - j| < w, "
+        r"\text{ and } S_i = \sum_{|i - j| \ge w} \phi(k_j) v_j^\top \text{ in place of } S_{i - w}",
     )
     citation = (
         "Zhang, Michael and Bhatia, Kush and Kumbong, Hermann and Ré, Christopher",
@@ -127,9 +128,10 @@ class Hedgehog(Attention[HedgehogState | HedgehogWindowState]):
     ) -> tuple[Tensor, HedgehogState | HedgehogWindowState | None]:
         if self.window and not x.shape[1]:
             return self.out(x), state
+        if self.window and not self.causal:
+            return map_sequences(self._surrounded, x, None, mask, segments, causal=False, width=self.dim)
         if self.window:
-            run = self._windowed if self.causal else self._centered
-            return map_sequences(run, x, state, mask, segments, causal=self.causal, width=self.dim)
+            return map_sequences(self._windowed, x, state, mask, segments, causal=True, width=self.dim)
         at, end = positions(x, state and state.position, mask=mask, segments=segments)
         q, k, v = self._projected(x, at)
         call: linear.LinearCall = {"causal": self.causal, "eps": self.eps, "mask": mask, "segments": segments}
@@ -153,7 +155,6 @@ class Hedgehog(Attention[HedgehogState | HedgehogWindowState]):
         n, slots = x.shape[1], torch.arange(self.window + x.shape[1], device=x.device)
         before = self.start(len(x), 0) if state is None else state
         assert isinstance(before, HedgehogWindowState)
-        assert self.gate is not None
         count = torch.full_like(before.position, n) if real is None else real.sum(1)
         q, k, v = (upcast_half(t) for t in self._projected(x, before.position[:, None] + slots[:n]))
         keys, values = (torch.cat([old.to(t.dtype), t], 2) for old, t in ((before.keys, k), (before.values, v)))
@@ -164,8 +165,7 @@ class Hedgehog(Attention[HedgehogState | HedgehogWindowState]):
             features = _features(keys[:, :, :n], self.key_map).masked_fill(~left[:, None, :, None], 0.0)
             sums = before.sums.to(q.dtype)
             far, sums = recurrence.scan(_features(q, self.query_map), features, with_ones(values[:, :, :n]), sums)
-            gate = upcast_half(self.gate).exp()[:, None, None]
-            both = gate * _near(q * per_root(q.shape[-1]), keys, with_ones(values), used, self.window) + far
+            both = self._near(q, keys, with_ones(values), used) + far
             o = merge(both[..., :-1] / both[..., -1:])
         y = self.out(o.to(x.dtype))
         if state is None:
@@ -174,51 +174,55 @@ class Hedgehog(Attention[HedgehogState | HedgehogWindowState]):
         after = (sums, pick(keys, kept, 2), pick(values, kept, 2), state.position + count)
         return y, HedgehogWindowState._make(new.to(old.dtype) for new, old in zip(after, state, strict=True))
 
-    def _centered(self, x: Tensor, state: None, real: Tensor | None) -> tuple[Tensor, None]:
-        """The bidirectional form, for rows of single sequences that begin with their real tokens (B,N)."""
-        n, pad = x.shape[1], (self.window, self.window - 1)
-        at = torch.arange(n, device=x.device).expand(len(x), -1)
-        real = torch.ones_like(at, dtype=torch.bool) if real is None else real
-        assert self.gate is not None
-        q, k, v = (upcast_half(t) for t in self._projected(x.masked_fill(~real[..., None], 0.0), at))
-        k, v = zero_masked(real, k, v)
+    def _surrounded(self, x: Tensor, _: None, real: Tensor | None) -> tuple[Tensor, None]:
+        """Rows of single sequences that begin with their real tokens (B,N), read in both directions."""
+        n, window = x.shape[1], self.window
+        slots = torch.arange(n, device=x.device)
+        q, k, v = (upcast_half(t) for t in self._projected(x, slots.expand(len(x), n)))
+        used = torch.ones(len(x), n, dtype=torch.bool, device=x.device) if real is None else real
         with torch.autocast(x.device.type, enabled=False):
-            queries, values = _features(q, self.query_map), with_ones(v)
-            features = _features(k, self.key_map).masked_fill(~real[:, None, :, None], 0.0)
-            far = queries @ (features.mT @ values)
-            k, features, values = (F.pad(t, (0, 0, *pad)) for t in (k, features, values))
-            used, span = F.pad(real, pad), 2 * self.window - 1
-            # The sums are those of all tokens, so that the window's leave them.
-            far = far - _near(queries, features, values, used, span, soft=False)
-            near = _near(q * per_root(q.shape[-1]), k, values, used, span)
-            both = upcast_half(self.gate).exp()[:, None, None] * near + far
-            o = merge(both[..., :-1] / both[..., -1:].masked_fill(~real[:, None, :, None], 1.0))
+            values = with_ones(v)
+            queries = _features(q, self.query_map)
+            keys = _features(k, self.key_map).masked_fill(~used[:, None, :, None], 0.0)
+            # The sums over all tokens, less those in the window, which softmax reads.
+            far = queries @ (keys.mT @ values)
+            around = (window, window)
+            k, values, keys = (F.pad(t, (0, 0, *around)) for t in (k, values, keys))
+            both = far + self._near(q, k, values, F.pad(used, around), (queries, keys))
+            o = merge(both[..., :-1] / both[..., -1:])
         return self.out(o.to(x.dtype)), None
 
+    def _near(
+        self, q: Tensor, keys: Tensor, values: Tensor, used: Tensor, far: tuple[Tensor, Tensor] | None = None
+    ) -> Tensor:
+        """Sums of gamma e^(s-c) v over the window: q (B,H,N,D), the rest over slots -> (B,H,N,E+1).
 
-def _near(q: Tensor, keys: Tensor, values: Tensor, used: Tensor, span: int, soft: bool = True) -> Tensor:
-    """Sums of e^(s-c) v, or of s v, where query i reads the slots i + 1, ..., i + span.
+        The slots are the window before the N tokens, these, and in the bidirectional form the window after them. There
+        ``far`` has the features of the queries (B,H,N,2D) and of the slots, whose products are subtracted.
+        """
+        n, window = q.shape[2], self.window
+        block = min(n, max(window, BLOCK))
+        rest, width = -n % block, keys.shape[2] - n + block
 
-    q (B,H,N,D), keys (B,H,span+N,D), values (B,H,span+N,E+1), used (B,span+N) -> (B,H,N,E+1).
-    """
-    n = q.shape[2]
-    block = min(n, max(span, BLOCK))
-    rest = -n % block
-    q = F.pad(q, (0, 0, 0, rest)).unflatten(2, (-1, block))  # (B,H,blocks,block,D)
-    keys, values = (F.pad(t, (0, 0, 0, rest)).unfold(2, span + block, block) for t in (keys, values))
-    # Queries in the padding see themselves, so that they have a score.
-    there = F.pad(used, (0, rest), value=True).unfold(1, span + block, block)[:, None, :, None]
-    query, slot = (torch.arange(size, device=q.device) for size in (block, span + block))
-    seen = (slot > query[:, None]) & (slot <= query[:, None] + span) & there
-    scores = q @ keys
-    if soft:
-        scores = scores.masked_fill(~seen, -torch.inf)
-        # A query without a score, which is not a real token, reads nothing.
-        peak = scores.amax(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).min)
-        weights = (scores - peak).exp()
-    else:
-        weights = scores.masked_fill(~seen, 0.0)
-    return (weights @ values.mT).flatten(2, 3)[:, :, :n]
+        def rows(x: Tensor) -> Tensor:
+            return F.pad(x, (0, 0, 0, rest)).unflatten(2, (-1, block))  # (B,H,blocks,block,.)
+
+        def columns(x: Tensor) -> Tensor:
+            return F.pad(x, (0, 0, 0, rest)).unfold(2, width, block)  # (B,H,blocks,.,width)
+
+        q, keys, values = rows(q) * per_root(q.shape[-1]), columns(keys), columns(values)
+        there = F.pad(used, (0, rest)).unfold(1, width, block)[:, None, :, None]
+        query, slot = (torch.arange(size, device=q.device) for size in (block, width))
+        band = (slot > query[:, None]) & (slot < query[:, None] + (window + 1 if far is None else 2 * window))
+        # Queries in the padding see themselves, so that they have a score.
+        near = band & there | (slot == query[:, None] + window)
+        scores = (q @ keys).masked_fill(~near, -torch.inf)
+        assert self.gate is not None
+        gate = upcast_half(self.gate).exp()[:, None, None, None]
+        weights = gate * (scores - scores.amax(-1, keepdim=True)).exp()
+        if far is not None:
+            weights = weights - (rows(far[0]) @ columns(far[1])) * band
+        return (weights @ values.mT).flatten(2, 3)[:, :, :n]
 
 
 def _features(x: Tensor, maps: Tensor) -> Tensor:

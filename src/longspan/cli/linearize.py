@@ -13,9 +13,10 @@ def parser() -> Parser:
         "linearize",
         "Turn a trained model with softmax attention into a linear or hybrid one. The weights are carried over; each "
         "converted layer learns the outputs of the model's layer; then the whole model learns the model's distribution "
-        "of the next token.\n\nThe folder gets a run for each stage, the report (report.json, report.md, report.png) "
-        "and the result, model/, which other commands take. Ctrl-C, SIGTERM or SIGHUP saves a checkpoint and stops; "
-        "the same command with --resume continues, bit for bit as if it had not stopped.",
+        "of the next token, or an encoder's embeddings of texts.\n\nThe folder gets a run for each stage, the report "
+        "(report.json, report.md, report.png) and the result, model/, which other commands take. Ctrl-C, SIGTERM or "
+        "SIGHUP saves a checkpoint and stops; the same command with --resume continues, bit for bit as if it had not "
+        "stopped.",
         "longspan linearize runs/softmax --data text:book.txt --out runs/linear",
         'longspan linearize runs/softmax --attention "hedgehog(window=64)" --keep 2 --data tokens:data/books',
         'longspan linearize runs/softmax --attention "gated_deltanet; gated_deltanet; softmax" --data text:book.txt',
@@ -23,7 +24,8 @@ def parser() -> Parser:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a run, a checkpoint, a pretrained model, or a folder of transformers with a Llama, Qwen3 or GPT-2",
+        help="a run, a checkpoint, a pretrained model, or a folder of transformers with a Llama, Qwen3, GPT-2, BERT or "
+        "RoBERTa, or of sentence-transformers",
     )
     parser.add_argument(
         "--data", type=str, required=True, metavar="DATA", help="a text or tokens: text:PATH, tokens:FOLDER"
@@ -58,6 +60,16 @@ def parser() -> Parser:
     parser.add_argument(
         "--text", type=Number(float, 0.0, 1.0), default=0.0, help="share of the loss on the text in the second stage"
     )
+    parser.add_argument(
+        "--tokens", type=Number(float, 0.0, 1.0), default=0.5, help="share of an encoder's loss on outputs of tokens"
+    )
+    parser.add_argument(
+        "--positions",
+        type=natural_int(10**6),
+        default=0,
+        metavar="N",
+        help="learned positions of an encoder's student, which repeat the model's; 0: as many",
+    )
     parser.add_argument("--batch", type=positive_int(10**6), default=32, help="examples per micro-batch")
     parser.add_argument("--accumulate", type=positive_int(), default=1, help="micro-batches per step")
     parser.add_argument("--schedule", choices=("cosine", "constant", "wsd"), default="cosine", help="as run.schedule")
@@ -86,13 +98,15 @@ def run(args: Any) -> int:
         layer_steps=args.layer_steps,
         layer_learning_rate=args.layer_learning_rate,
         text=args.text,
+        tokens=args.tokens,
+        positions=args.positions,
     )
     if hub.is_foreign(args.model):
-        from ..compat.transformers import load_decoder
+        from ..compat.transformers import load_any
 
-        found = trained.Trained(load_decoder(args.model), args.data, 0, "")
+        found = trained.Trained(load_any(args.model), args.data, 0, "")
     else:
-        found = trained.model(args.model, args.data, "decoder")
+        found = trained.teacher(args.model, args.data)
     data = trained.dataset(found, args.length)
     settings = TrainConfig(
         data=KIND,

@@ -80,6 +80,17 @@ def model(folder: str, data: str, *kinds: str, ema: bool = False) -> Trained:
     return Trained(found, name, length, "" if data else header.get(checkpoint.DATA, ""))
 
 
+def teacher(folder: str, data: str) -> Trained:
+    """Load a trained decoder, or an encoder of any texts, and look up its data; arguments and errors as in ``model``.
+
+    The data are a text or tokens, whatever an encoder was trained on.
+    """
+    path, header = _header(folder, "decoder", "encoder")
+    if header["kind"] == "decoder":
+        return model(folder, data, "decoder")
+    return Trained(checkpoint.load(path), data, 0, "")
+
+
 def transcriber(folder: str) -> Any:
     """Load a transcriber in eval mode from a checkpoint directory or a pretrained model.
 

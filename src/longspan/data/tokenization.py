@@ -75,6 +75,32 @@ def encode(tokenizer: "Tokenizer", texts: list[str], *, special: bool = False) -
         return [one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
 
 
+def frame(tokenizer: "Tokenizer") -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer adds before and after a text: two lists of numbers, such as [CLS] and [SEP].
+
+    Raises ValueError for a tokenizer that adds them elsewhere.
+    """
+    (bare,), (whole,) = encode(tokenizer, ["a"]), encode(tokenizer, ["a"], special=True)
+    for begin in range(len(whole) - len(bare) + 1):
+        if bare and whole[begin : begin + len(bare)] == bare:
+            return whole[:begin], whole[begin + len(bare) :]
+    raise ValueError("the tokenizer does not add its special tokens before and after a text")
+
+
+def framed(text: str, texts: list[str], length: int) -> list[list[int]]:
+    """Encode texts with the special tokens of a tokenizer, and cut their ends to ``length`` tokens (0: none is cut).
+
+    ``text``: the content of its file. Raises ValueError as ``encode`` and ``frame`` do, and for a text without tokens.
+    """
+    made = encoder(text)
+    before, after = frame(made)
+    most = max(1, length - len(before) - len(after)) if length else None
+    found = [[*before, *one[:most], *after] for one in encode(made, texts)]
+    if not all(found):
+        raise ValueError(f"the tokenizer finds no tokens in {texts[found.index([])]!r}")
+    return found
+
+
 @contextlib.contextmanager
 def _plain_errors() -> Iterator[None]:
     """Turn a panic of the library, which does not derive from Exception, into a ValueError."""

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,12 @@ from ..attention.build import make
 from ..attention.softmax import Softmax
 from ..attention.specs import options as options_of
 from ..models import quantization
-from ..models.config import DecoderConfig
+from ..models.config import DecoderConfig, EncoderConfig
 from ..models.decoder import Decoder
-from ..modules.positions import Rotary, parse
+from ..models.encoder import Encoder
+from ..modules.positions import Learned, Rotary, parse
+
+Model = TypeVar("Model", bound=Decoder | Encoder)
 
 KEPT = "softmax"
 """The spec of a layer that stays as it is"""
@@ -33,11 +36,11 @@ class Plan(NamedTuple):
     """the complete spec of each layer"""
     converted: tuple[int, ...]
     """the layers that differ from the teacher's, from 0"""
-    config: DecoderConfig
+    config: DecoderConfig | EncoderConfig
     """the student"""
 
 
-def plan(teacher: Decoder, attention: str, kept: Collection[int] = ()) -> Plan:
+def plan(teacher: Decoder | Encoder, attention: str, kept: Collection[int] = (), positions: int = 0) -> Plan:
     """Choose the layers of a student.
 
     Options that a spec leaves out take the sizes and the rotary positions of the teacher's layer, where the mechanism
@@ -47,6 +50,7 @@ def plan(teacher: Decoder, attention: str, kept: Collection[int] = ()) -> Plan:
         teacher: The teacher.
         attention: Specs of the student's layers, tiled over the depth; ``softmax`` keeps the teacher's layer.
         kept: Further layers that stay as they are.
+        positions: Number of learned positions of an encoder's student; 0: as many as the teacher has.
 
     Raises:
         ValueError: The teacher or one of its layers cannot be mapped, a spec is wrong, or no layer is converted.
@@ -69,21 +73,31 @@ def plan(teacher: Decoder, attention: str, kept: Collection[int] = ()) -> Plan:
     converted = tuple(i for i, (text, layer) in enumerate(_pairs(specs, layers)) if text != layer.spec)
     if not converted:
         raise ValueError(f"attention={attention!r} keeps all layers of the teacher; name another mechanism")
+    kind, length = parse(config.positions), config.length
+    if positions:
+        if not isinstance(teacher, Encoder) or not isinstance(kind, Learned) or positions < length:
+            raise ValueError(
+                f"positions={positions} must be 0, or for an encoder with learned positions at least as many as the "
+                f"teacher's: this {type(teacher).__name__} has positions={config.positions!r}, length={length}"
+            )
+        length = positions
     # Rotary positions are options of the layers that have them.
-    positions = "none" if isinstance(parse(config.positions), Rotary) else config.positions
-    return Plan(specs, converted, replace(config, attention="; ".join(_period(specs)), positions=positions))
+    own = "none" if isinstance(kind, Rotary) else config.positions
+    changed: dict[str, Any] = {"attention": "; ".join(_period(specs)), "positions": own, "length": length}
+    return Plan(specs, converted, replace(config, **changed))
 
 
-def student_of(teacher: Decoder, chosen: Plan) -> Decoder:
+def student_of(teacher: Model, chosen: Plan) -> Model:
     """Build a student that begins with the teacher's weights.
 
     All weights outside of attention and those of kept layers are copied. Of a converted layer the projections query,
-    key, value and out are copied, keys and values once for each query head that shares them; the rest is drawn.
+    key, value and out are copied, keys and values once for each query head that shares them; the rest is drawn. Learned
+    positions beyond the teacher's table repeat it from the second one on, since the first belongs to the first token.
 
     Raises:
         ValueError: A layer cannot be mapped.
     """
-    student = Decoder(chosen.config)
+    student: Any = type(teacher)(chosen.config)  # pyright: ignore[reportArgumentType] (the plan is the teacher's)
     for i in chosen.converted:
         layer = teacher.stack.attentions()[i]
         assert isinstance(layer, Softmax)
@@ -92,7 +106,7 @@ def student_of(teacher: Decoder, chosen: Plan) -> Decoder:
     with torch.no_grad():
         for name, weight in teacher.state_dict().items():
             if not name.startswith(place):
-                own[name].copy_(weight)
+                own[name].copy_(weight if len(weight) == len(own[name]) else repeated(weight, len(own[name])))
     student.to(next(teacher.parameters()).dtype)
     student.tokenizer = teacher.tokenizer
     return student
@@ -145,6 +159,13 @@ def _repeated(x: Tensor, size: int, times: int) -> Tensor:
     return x.unflatten(0, (-1, size)).repeat_interleave(times, 0).flatten(0, 1)
 
 
+def repeated(table: Tensor, length: int) -> Tensor:
+    """Learned positions (M,dim) -> (length,dim): beyond M they repeat the table without its first row."""
+    at = torch.arange(length)
+    size = len(table)
+    return table[torch.where(at < size, at, 1 + (at - size) % max(1, size - 1)).clamp(max=size - 1)]
+
+
 def _pairs(texts: Any, layers: list[Attention]) -> list[tuple[str, Attention]]:
     return list(zip(texts, layers, strict=True))
 
@@ -166,7 +187,7 @@ def _fitted(text: str, layer: Attention, index: int) -> str:
         fitted.pop("rotary_layout", None)
     options = {name: value for name, value in (fitted | given).items() if value != known[name].default}
     found = cls.name + (f"({', '.join(f'{name}={value!r}' for name, value in options.items())})" if options else "")
-    place = {"causal": True, "layer": 0, "depth": 1, "positions": "none"}
+    place = {"causal": layer.causal, "layer": 0, "depth": 1, "positions": "none"}
     made: Any = model_memory.shapes(functools.partial(make, found, layer.dim, layer.heads, **place))
     _projections(layer, made, f"layer {index}")
     return found

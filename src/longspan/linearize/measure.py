@@ -1,5 +1,6 @@
 """What a conversion costs: losses of models with some layers of the teacher and others of the student."""
 
+import copy
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -9,13 +10,11 @@ from typing import Any
 import torch
 
 from .._utils import atomic_io
-from ..data import Dataset, Tokens
-from ..models.decoder import Decoder
-from ..train.evaluate import bits, default_batch_size
 from .mapping import Plan
 from .stages import errors, replaced
+from .tasks import Task
 
-__all__ = ["Measured", "bits_of", "errors", "kept_or_new", "measure", "spliced"]
+__all__ = ["Measured", "errors", "kept_or_new", "loss_of", "measure", "spliced"]
 
 
 @dataclass(frozen=True)
@@ -23,30 +22,30 @@ class Measured:
     """The cost of each converted layer after the first stage, and the layers that should stay as they are."""
 
     layers: tuple[dict[str, float], ...]
-    """for each converted layer: ``error``, its relative error; ``cost``, the bits that the teacher loses with this
-    layer converted; ``gain``, the bits that the student gains with the teacher's layer"""
+    """for each converted layer: ``error``, its relative error; ``cost``, the loss that the teacher gains with this
+    layer converted; ``gain``, the loss that the student saves with the teacher's layer"""
     kept: tuple[int, ...]
     """the layers to keep, in the order of the choice"""
 
 
-def bits_of(model: Decoder, data: Dataset | Tokens, split: str, examples: int) -> float:
-    """Return bits per token on evenly spaced examples; 0: the whole split."""
-    return bits(model, data, split, default_batch_size(data.length, data.vocab), examples=examples)
+def loss_of(model: Any, task: Task, split: str, examples: int) -> float:
+    """Return the loss of a task on evenly spaced examples; 0: the whole split."""
+    return task.loss(task.sums(model, split, examples))
 
 
-def measure(
-    student: Decoder, teacher: Decoder, data: Dataset | Tokens, layers: Sequence[int], keep: int, examples: int
-) -> Measured:
+def measure(student: Any, task: Task, layers: Sequence[int], keep: int, examples: int) -> Measured:
     """Measure on the validation split what each converted layer costs, and choose ``keep`` of them to stay softmax.
 
     They are chosen one after the other: each time the layer whose return to softmax lowers the loss most.
     """
 
-    def loss(model: Decoder, other: Decoder, some: Sequence[int]) -> float:
+    def loss(model: Any, other: Any, some: Sequence[int]) -> float:
         with replaced(model, other, some):
-            return bits_of(model, data, "validation", examples)
+            return loss_of(model, task, "validation", examples)
 
-    found = errors(student, teacher, data, layers, "validation", examples)
+    # A copy, as the task compares with the teacher.
+    teacher = copy.deepcopy(task.teacher)
+    found = errors(student, task, layers, "validation", examples)
     best, worst = loss(teacher, student, ()), loss(student, teacher, ())
     restored = {layer: loss(student, teacher, [layer]) for layer in layers}
     figures = tuple(
@@ -75,9 +74,9 @@ def kept_or_new(path: Path, *given: Any) -> Measured:
 
 
 @torch.no_grad()
-def spliced(student: Decoder, teacher: Decoder, chosen: Plan) -> Decoder:
+def spliced(student: Any, teacher: Any, chosen: Plan) -> Any:
     """Return a student of this plan: the teacher's layers where it keeps them, the others as they are."""
-    made = Decoder(chosen.config)
+    made = type(student)(chosen.config)
     own = dict(student.state_dict())
     for i, layer in enumerate(teacher.stack.attentions()):
         if i not in chosen.converted:

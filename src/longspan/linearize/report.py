@@ -10,24 +10,25 @@ from .._utils import atomic_io
 from .._utils.optional_deps import install
 from .._utils.progress import say
 from .._utils.pyplot import png, pyplot
-from ..data import Dataset, Tokens
 from ..train.config import TrainConfig
+from .tasks import Task
 
-NAMES = {"teacher": "teacher", "carried over": "weights carried over", "layers": "layers", "logits": "logits"}
+NAMES: dict[str, str] = {"carried over": "weights carried over", "kept": "layers, some kept softmax"}
 
 
-def write(result: Any, config: Any, run: TrainConfig, data: Dataset | Tokens) -> None:
+def write(result: Any, config: Any, run: TrainConfig, task: Task) -> None:
     """Write report.json, report.md and, where matplotlib is installed, report.png into the folder of a result."""
-    folder, size = Path(result.folder), run.step_examples * data.length
+    folder, size = Path(result.folder), run.step_examples * task.data.length
     facts = {
         "teacher": config.source,
         "attention": result.attention,
-        "data": data.name,
-        "unit": data.unit,
+        "data": task.data.name,
+        "unit": task.unit,
         "split": result.split,
-        "bits": result.bits,
+        "losses": result.losses,
+        "best": result.best,
         "closed": result.closed,
-        "tokens": {"layers": config.layer_steps * size, "logits": run.steps * size},
+        "tokens": {"layers": config.layer_steps * size, task.stage: run.steps * size},
         "layers": list(result.layers),
         "config": asdict(config),
         "run": asdict(run),
@@ -47,13 +48,16 @@ def read(folder: Path) -> str:
 
 def table(facts: dict[str, Any]) -> str:
     """Return the losses and the layers as Markdown."""
-    bits, tokens = facts["bits"], facts["tokens"]
-    gap = bits["carried over"] - bits["teacher"]
-    lines = [f"| model | tokens | bits/{facts['unit']}, {facts['split']} | gap closed |", "|---|---:|---:|---:|"]
-    for name, value in bits.items():
-        share = f"{(bits['carried over'] - value) / gap:.1%}" if gap > 0 and name != "carried over" else ""
+    losses, tokens = facts["losses"], facts["tokens"]
+    gap = losses["carried over"] - losses["teacher"]
+    lines = [f"| model | tokens | {facts['unit']}, {facts['split']} | gap closed |", "|---|---:|---:|---:|"]
+    for name, value in losses.items():
+        share = f"{(losses['carried over'] - value) / gap:.1%}" if gap > 0 and name != "carried over" else ""
         seen = f"{tokens[name]:,}" if name in tokens else ""
-        lines.append(f"| {NAMES[name]} | {seen} | {value:.4f} | {share} |")
+        lines.append(f"| {NAMES.get(name, name)} | {seen} | {value:.4f} | {share} |")
+    best = facts["best"]
+    if best != list(losses)[-1]:
+        lines += ["", f"model/ is the student of the line {NAMES.get(best, best)}, whose loss on validation is lower."]
     lines += ["", "| layer | teacher | student | error before | error | cost | gain | kept |"]
     lines += ["|---:|---|---|---:|---:|---:|---:|---|"]
     for one in facts["layers"]:
@@ -64,8 +68,9 @@ def table(facts: dict[str, Any]) -> str:
     lines += ["", f"left out, as the mechanism has none: {'; '.join(lost)}."] if lost else []
     lines += [
         "",
-        "error: that of the layer's outputs, relative to the teacher's, before and after the first stage. cost: bits "
-        "that the teacher loses with this layer converted. gain: bits that the student gains with the teacher's layer. "
+        "error: that of the layer's outputs, relative to the teacher's, before and after the first stage. cost: by how "
+        "much the loss of the teacher rises with this layer converted. gain: by how much the loss of the student falls "
+        "with the teacher's layer. "
         "The layers with the largest gain deserve to stay softmax.",
     ]
     return "\n".join(lines)
@@ -73,14 +78,15 @@ def table(facts: dict[str, Any]) -> str:
 
 def draw(path: Path, facts: dict[str, Any]) -> None:
     """Draw the losses by stage, and the errors and costs of the layers, into a PNG file."""
-    plt, bits, layers = pyplot(), facts["bits"], facts["layers"]
+    plt, losses, layers = pyplot(), facts["losses"], facts["layers"]
     measured = [one for one in layers if "error" in one]
     figure, axes = plt.subplots(1, 3 if measured else 2, figsize=(11 if measured else 8, 3.4), layout="constrained")
-    names = [name for name in ("carried over", "layers", "logits") if name in bits]
-    axes[0].plot([NAMES[name].replace(" ", "\n") for name in names], [bits[name] for name in names], "o-", color="C0")
-    axes[0].axhline(bits["teacher"], color="#666666", linestyle="--", linewidth=1)
-    axes[0].annotate("teacher", (0.02, bits["teacher"]), xycoords=("axes fraction", "data"), va="bottom", fontsize=9)
-    axes[0].set(title="loss by stage", ylabel=f"bits/{facts['unit']}, {facts['split']}")
+    names = [name for name in losses if name != "teacher"]
+    places = [str(NAMES.get(name, name)).replace(" ", "\n") for name in names]
+    axes[0].plot(places, [losses[name] for name in names], "o-", color="C0")
+    axes[0].axhline(losses["teacher"], color="#666666", linestyle="--", linewidth=1)
+    axes[0].annotate("teacher", (0.02, losses["teacher"]), xycoords=("axes fraction", "data"), va="bottom", fontsize=9)
+    axes[0].set(title="loss by stage", ylabel=f"{facts['unit']}, {facts['split']}")
     _bars(axes[1], "relative error of the layers", layers, {"before": "carried over", "error": "after the stage"})
     axes[1].set_ylabel("|student - teacher| / |teacher|")
     if measured:
@@ -90,7 +96,7 @@ def draw(path: Path, facts: dict[str, Any]) -> None:
             measured,
             {"cost": "cost of converting", "gain": "gain of keeping"},
         )
-        axes[2].set_ylabel(f"bits/{facts['unit']}, validation")
+        axes[2].set_ylabel(f"{facts['unit']}, validation")
     try:
         content = png(figure)
     finally:

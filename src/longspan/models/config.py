@@ -163,6 +163,8 @@ class EncoderConfig(StackConfig):
     """none: one output per token; mean: the mean over the real tokens; first: the first real token"""
     labels: str = ""
     """names of a classifier's outputs, separated by spaces; one for each output"""
+    embedding_norm: bool = False
+    """normalize the embeddings before the first block, as BERT does"""
     positions: str = "sinusoidal"
     """none | sinusoidal(layout='interleaved') | learned | rotary(layout='halves', base=10000.0) | relative | alibi"""
     length: int = 1024

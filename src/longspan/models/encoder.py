@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from .._utils.aliases import refuse
 from ..attention.validation import check_x
+from ..data import tokenization
+from ..modules.norms import norm
 from ..modules.positions import Learned
 from ..ops.tensors import upcast_half
 from .config import EncoderConfig
@@ -27,7 +29,9 @@ class Encoder(Model):
 
     With ``pool="mean"`` or ``"first"`` there is one result per sequence, (B,dim) or (B,outputs): the mean over the real
     tokens, or the first real token. With ``labels``, the names of the outputs, it is a classifier: the outputs are
-    logits, and ``classify`` reads texts.
+    logits, and ``classify`` reads texts. With pooling, ``embed`` returns the embeddings of texts.
+
+    ``tokenizer`` is the content of its tokenizer's file, or "" for a model of bytes. Checkpoints keep it.
 
     Args:
         config: Sizes, attention, positions, pooling and head.
@@ -43,12 +47,14 @@ class Encoder(Model):
     """
 
     config: EncoderConfig
+    tokenizer = ""
 
     def __init__(self, config: EncoderConfig):
         super().__init__()
         check_fits_in_memory(config, Encoder)
         self.config = config
         self.embedding = Embedding(config.vocab, config)
+        self.embedding_norm = norm(config.norm, config.dim) if config.embedding_norm else nn.Identity()
         self.stack = Stack(config, causal=False, positions=config.positions)
         self.head = nn.Linear(config.dim, config.outputs) if config.outputs else nn.Identity()
         initialize(self, config.depth)
@@ -85,8 +91,22 @@ class Encoder(Model):
             _check_own(x, mask, segments)
         if segments is not None and self.config.pool != "none":
             raise ValueError(f"pool={self.config.pool!r} returns one output per row, so it does not support segments=")
+        return self.pooled(self.features(x, mask=mask, segments=segments, record=record), mask)
+
+    def features(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        segments: Tensor | None = None,
+        record: dict | None = None,
+    ) -> Tensor:
+        """Return the outputs of the stack (B,N,dim), before pooling and head; the arguments are those of a call."""
         x, _ = self.embedding(x, mask=mask, segments=segments)
-        x, _ = self.stack(x, mask=mask, segments=segments, record=record)
+        return self.stack(self.embedding_norm(x), mask=mask, segments=segments, record=record)[0]
+
+    def pooled(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Pool features (B,N,dim) as the config says, and apply the head."""
         if self.config.pool != "none":
             real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device) if mask is None else mask
             if self.config.pool == "first":
@@ -94,6 +114,66 @@ class Encoder(Model):
             weights = real.to(x.dtype)
             x = (x * weights[..., None]).sum(1) / weights.sum(1, keepdim=True).clamp(min=1)
         return outputs_of(self.head, x)
+
+    @torch.no_grad()
+    def embed(self, texts: Sequence[str], *, length: int = 0, batch: int = 64, normalize: bool = True) -> Tensor:
+        """Return the embeddings of texts: the pooled outputs.
+
+        A model with a tokenizer reads its tokens, with the special ones that the tokenizer adds. A model of bytes,
+        ``vocab=256``, reads UTF-8.
+
+        Args:
+            texts: Strings that are not empty.
+            length: Tokens of each text to read, special ones included; 0: all, or the size of the table of learned
+                positions.
+            batch: Texts per call; changes speed and memory only.
+            normalize: Scale each embedding to length 1.
+
+        Returns:
+            (B,dim), or (B,outputs) with a head; float32 at least.
+
+        Raises:
+            ValueError: For a model without pooling, or without a tokenizer and ``vocab=256``; for texts that are empty
+                or not strings; for a negative length and a batch below 1.
+            ImportError: For a model with a tokenizer, without the package ``tokenizers``.
+
+        Example:
+            >>> import longspan
+            >>> config = longspan.EncoderConfig(dim=8, depth=1, heads=2, feedforward=16, vocab=256, pool="mean")
+            >>> embeddings = longspan.Encoder(config).eval().embed(["a fine film", "dull"])
+            >>> embeddings.shape
+            torch.Size([2, 8])
+        """
+        if self.config.pool == "none" or not (self.tokenizer or self.config.vocab == 256):
+            raise ValueError(
+                "embed needs one output per text, and a tokenizer or bytes: pool='mean' or 'first', and a tokenizer or "
+                f"vocab=256, not pool={self.config.pool!r} with vocab={self.config.vocab} and no tokenizer"
+                if not self.tokenizer
+                else f"embed needs one output per text: pool='mean' or 'first', not pool={self.config.pool!r}"
+            )
+        found = self._read(texts, length, batch)
+        found = found if len(texts) else found.reshape(0, self.config.outputs or self.config.dim)
+        return nn.functional.normalize(found, dim=-1) if normalize else found
+
+    def _read(self, texts: Sequence[str], length: int, batch: int) -> Tensor:
+        """The outputs (B,.) for texts, float32 at least. Raises ValueError."""
+        if isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError("texts must be a list of strings that are not empty")
+        if length < 0 or batch < 1:
+            raise ValueError(f"length={length} must not be negative, and batch={batch} must be at least 1")
+        if isinstance(self.embedding.positions, Learned):
+            length = min(length or self.config.length, self.config.length)
+        if self.tokenizer:
+            rows = tokenization.framed(self.tokenizer, list(texts), length)
+        else:
+            rows = [list(text.encode()[: length or None]) for text in texts]
+        found = []
+        for begin in range(0, len(texts), batch):
+            part = [torch.tensor(row) for row in rows[begin : begin + batch]]
+            tokens = nn.utils.rnn.pad_sequence(part, batch_first=True)
+            mask = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in part])[:, None]
+            found.append(upcast_half(self(tokens.to(self.device), mask=mask.to(self.device))))
+        return torch.cat(found) if found else torch.zeros(0, device=self.device)
 
     @torch.no_grad()
     def classify(self, texts: Sequence[str], *, length: int = 0, batch: int = 64) -> Classes:
@@ -127,18 +207,6 @@ class Encoder(Model):
                 "classify needs a model of bytes with labels and one output per text: vocab=256, labels and "
                 f"pool='mean' or 'first', not vocab={config.vocab}, labels={config.labels!r}, pool={config.pool!r}"
             )
-        if isinstance(texts, str) or not all(isinstance(text, str) and text for text in texts):
-            raise ValueError("texts must be a list of strings that are not empty")
-        if length < 0 or batch < 1:
-            raise ValueError(f"length={length} must not be negative, and batch={batch} must be at least 1")
-        if isinstance(self.embedding.positions, Learned):
-            length = min(length or config.length, config.length)
-        device = next(self.parameters()).device
-        found = []
-        for begin in range(0, len(texts), batch):
-            rows = [torch.tensor(list(text.encode()[: length or None])) for text in texts[begin : begin + batch]]
-            tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
-            mask = torch.arange(tokens.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-            found.append(upcast_half(self(tokens.to(device), mask=mask.to(device))).softmax(-1))
-        probabilities = torch.cat(found) if found else torch.zeros(0, len(names), device=device)
+        found = self._read(texts, length, batch)
+        probabilities = (found if len(texts) else found.reshape(0, len(names))).softmax(-1)
         return Classes([names[i] for i in probabilities.argmax(-1).tolist()], probabilities)

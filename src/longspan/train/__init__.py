@@ -177,8 +177,10 @@ def _train(engine: Any, job: Job, run: TrainConfig, resume: bool, progress: bool
     scores, exact, accuracy = ({s: one[name] for s, one in figures.items() if name in one} for name in names)
     examples = {s: min(run.evaluate_examples or dataset.count(s), dataset.count(s)) for s in splits}
     if bar:
-        shown = ", ".join(f"{split} {value:.3f} ({examples[split]:,} examples)" for split, value in scores.items())
-        shown += f" bits/{dataset.unit}{parts_right(exact, accuracy)}"
+        shown = ", ".join(
+            f"{split} {objective.shown(value)} ({examples[split]:,} examples)" for split, value in scores.items()
+        )
+        shown += parts_right(exact, accuracy)
         early = f" ({end.why})" if end.why else ""
         bar.line(f"{end.steps} steps{early}; best checkpoint: {shown}; in {folder}")
     return Result(folder, end.steps, time.monotonic() - begin, scores, examples, exact, accuracy)

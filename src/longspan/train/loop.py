@@ -320,7 +320,7 @@ class Keeper(Callback):
         if self.bar and evaluated is not None:
             star = "  (best so far)" if improved else ""
             train = f"training {bits:.3f}" if task.objective.nats else f"training loss {parts['loss']:.4g}"
-            train += f", validation {evaluated['bits']:.3f} bits/{task.objective.dataset.unit}"
+            train += f", validation {task.objective.shown(evaluated['bits'])}"
             own = f", exact {evaluated['exact']:.1%}" if "exact" in evaluated else ""
             own += f", accuracy {evaluated['accuracy']:.1%}" if "accuracy" in evaluated else ""
             own += f", penalty {parts['penalty']:.4g}" if "penalty" in parts else ""

@@ -152,6 +152,10 @@ class Objective(nn.Module, ABC):
                 penalty = penalty + reinforce(record["log_prob"], rewards)
         return Loss(loss + self.run.penalty * penalty, {"loss": nats.detach(), "penalty": penalty.detach()})
 
+    def shown(self, bits: float) -> str:
+        """The metric ``bits`` of an evaluation, in words."""
+        return f"{bits:.3f} bits/{self.dataset.unit}"
+
     def learned(self, model: Any) -> dict[str, Any]:
         """Learned spans and ponder times as plain values; see ``learned.learned``."""
         return {}

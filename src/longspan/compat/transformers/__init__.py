@@ -8,6 +8,8 @@
     on_cpu.LongspanForCausalLM          # a longspan decoder with transformers' generate, Trainer and save_pretrained
     on_cpu.byte_tokenizer()             # the tokenizer of longspan's models of bytes
     on_cpu.to_decoder(model)            # a Llama, Qwen3 or GPT-2 as a longspan decoder
+    on_cpu.to_encoder(model)            # a BERT, MiniLM or RoBERTa as a longspan encoder
+    on_cpu.LongspanEncoder              # a longspan encoder in a folder that sentence-transformers loads
 
 transformers (5.5 to 5.24) is an optional extra of longspan. It is imported on first use of one of these.
 """
@@ -23,10 +25,15 @@ from .softmax import register
 _WHERE = {
     "LongspanCache": "cache",
     "LongspanConfig": "config",
+    "LongspanEncoder": "sentences",
+    "LongspanEncoderConfig": "sentences",
     "LongspanForCausalLM": "causal_lm",
     "byte_tokenizer": "byte_tokens",
+    "load_any": "encoders",
     "load_decoder": "dense",
+    "load_encoder": "encoders",
     "to_decoder": "dense",
+    "to_encoder": "encoders",
 }
 
 # Some names are loaded on first use.
@@ -34,15 +41,19 @@ _WHERE = {
 __all__ = [
     "LongspanCache",
     "LongspanConfig",
+    "LongspanEncoder",
+    "LongspanEncoderConfig",
     "LongspanForCausalLM",
     "Status",
     "accelerate",
     "byte_tokenizer",
     "load_decoder",
+    "load_encoder",
     "register",
     "restore",
     "status",
     "to_decoder",
+    "to_encoder",
 ]
 
 
