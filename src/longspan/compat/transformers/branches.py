@@ -15,8 +15,6 @@ from ...ops.native import decode
 from ...ops.native.call import FORMATS, LARGEST, TYPES
 from . import lazy_logits
 
-ROWS = "Q8_0"  # the format of embeddings that the engine reads
-
 
 class Sums(NamedTuple):
     """The state of a recurrent layer in a cache: recent inputs of its convolution, and its sums."""

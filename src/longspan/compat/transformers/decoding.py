@@ -23,7 +23,7 @@ from ... import ops
 from ...generation.native_mixers import quantized_map
 from ...modules.quantized import QuantizedEmbedding
 from ...ops.native import decode
-from ...ops.native.call import available
+from ...ops.native.call import FORMATS, available
 from ...ops.operands import followed, holds, mark_overwritten
 from . import branches
 from .branches import Keys, Plan, Sums, Unserved
@@ -121,10 +121,9 @@ class Engine:
         self.attends = [state.layer for _, state in self.states if isinstance(state, Keys)]
         made, rows = self.made, self.made.tokens
         self.embed: Callable[[Tensor], Tensor] | None = None  # of embeddings that the step does not read
-        tokens = scales = None
-        if type(rows) is QuantizedEmbedding and rows.format == branches.ROWS:
-            mapped = quantized_map(made.weights, rows)
-            tokens, scales = mapped.weight, mapped.scales
+        tokens = decode.Linear()
+        if type(rows) is QuantizedEmbedding and rows.format in FORMATS:
+            tokens = quantized_map(made.weights, rows)
         elif type(rows) is nn.Embedding and rows.max_norm is None:
             tokens = made.weights.table(rows.weight)
         else:
@@ -132,10 +131,9 @@ class Engine:
         self.packed = (decode.Branch * len(made.branches))(*made.branches)
         self.plan = decode.Model(
             ctypes.addressof(self.packed),
-            tokens,
             None,
-            scales,
             made.norm,
+            tokens,
             made.head,
             len(made.branches),
             rows.embedding_dim,
@@ -145,6 +143,7 @@ class Engine:
             made.token_factor,
             made.head_factor,
         )
+        made.weights.settle()
 
     def __call__(self, token: Token, cache: Any) -> Tensor | str:
         """Read one more token of each row.

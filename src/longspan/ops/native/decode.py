@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..buffers import use_large_pages
 from .build.openmp import threads
 from .call import ACTIVATIONS as ROUNDED
 from .call import FORMATS, kernels
@@ -159,9 +160,9 @@ class Model(ctypes.Structure):
     """A decoder: embeddings, branches, norm and head."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("branches", "tokens", "table", "token_scales")),
+        *((name, _POINTER) for name in ("branches", "table")),
         ("norm", Norm),
-        ("head", Linear),
+        *((name, Linear) for name in ("tokens", "head")),
         *_longs("depth", "dim", "vocab", "length", "type"),
         *((name, _FLOAT) for name in ("token_factor", "head_factor")),
     )
@@ -248,9 +249,14 @@ class Weights:
         kernels("decode/step").longspan_pack_taps(weight.data_ptr(), address, channels, count, packed.data_ptr())
         return self._keep(packed)
 
-    def table(self, x: Tensor) -> int:
-        """Return the address of a table (rows,d) in the model's dtype."""
-        return self._keep(x.detach().clone(memory_format=torch.contiguous_format) if self.packs else x.detach())
+    def table(self, x: Tensor) -> Linear:
+        """Return a table (rows,d) in the model's dtype."""
+        kept = self._keep(x.detach().clone(memory_format=torch.contiguous_format) if self.packs else x.detach())
+        return Linear(kept, None, x.shape[1], x.shape[0], None, None, IN_ROWS, 0, 0)
+
+    def settle(self) -> None:
+        """Move all that a step reads to large pages, since reading by small ones takes longer."""
+        use_large_pages(self.kept)
 
     def _keep(self, x: Tensor) -> int:
         self.kept.append(x)

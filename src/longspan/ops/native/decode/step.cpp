@@ -44,10 +44,9 @@ struct longspan_branch {
 // The embeddings and the outputs of the head are multiplied by their factors.
 struct longspan_model {
     const longspan_branch* branches;
-    const void *tokens, *table;  // embeddings (vocab, d) and learned positions (length, d) or null, of the model's type
-    const void* token_scales;    // null, or tokens are a weight in the format q8_0
-    longspan_norm norm;          // weight null: none
-    longspan_linear head;
+    const void* table;      // learned positions (length, d) of the model's type, or null
+    longspan_norm norm;     // weight null: none
+    longspan_linear tokens, head;  // embeddings (vocab, d): in rows, or a weight in blocks
     long depth, dim, vocab, length, type;  // depth: number of branches; type 0: float, 1: bfloat16
     float token_factor, head_factor;
 };
@@ -264,15 +263,18 @@ struct Decode {
     }
 
     void embed(const std::int64_t* tokens, const std::int64_t* positions) const {
-        const T *rows = static_cast<const T*>(model.tokens), *table = static_cast<const T*>(model.table);
-        const auto *quants = static_cast<const std::uint8_t*>(model.tokens),
-                   *scales = static_cast<const std::uint8_t*>(model.token_scales);
+        const T *rows = static_cast<const T*>(model.tokens.weight), *table = static_cast<const T*>(model.table);
+        const quantized::Weight weight = quantized_weight(model.tokens);
 #pragma omp for schedule(static)
-        for (long b = 0; b < batch; ++b)
-            for (long j = 0; j < dim; ++j) {
-                const float number = scales ? quantized::number(quants, scales, dim, tokens[b], j) : widen(rows[tokens[b] * dim + j]);
-                x[b * dim + j] = number * model.token_factor + (table ? widen(table[(positions[b / count] + b % count) * dim + j]) : 0.0f);
-            }
+        for (long b = 0; b < batch; ++b) {
+            float* to = x + b * dim;
+            if (weight.format > 0)
+                quantized::row_of(weight, tokens[b], to);
+            else
+                for (long j = 0; j < dim; ++j) to[j] = widen(rows[tokens[b] * dim + j]);
+            const T* learned = table ? table + (positions[b / count] + b % count) * dim : nullptr;
+            for (long j = 0; j < dim; ++j) to[j] = to[j] * model.token_factor + (learned ? widen(learned[j]) : 0.0f);
+        }
     }
 
     // f(row, b) for each row.
