@@ -112,6 +112,7 @@ class Engine:
         self.plan = decode.Model(
             ctypes.addressof(self.branches),
             table,
+            decode.Norm(),
             final,
             tokens,
             head,
@@ -120,6 +121,7 @@ class Engine:
             config.vocab + 1,
             config.length,
             decode.TYPES[self.dtype],
+            0,
             1.0,
             1.0,
         )

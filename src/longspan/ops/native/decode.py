@@ -17,7 +17,7 @@ from .call import TYPES as TYPES
 
 # The numbers are those of decode/stages.h and decode/activations.h.
 ACTIVATIONS = {"relu": 0, "gelu": 1, "silu": 2, "squared_relu": 3, "geglu": 4, "swiglu": 5}
-GATES = {"silu": 2, "sigmoid": 6, "softplus": 7, "identity": 8}
+GATES = {"silu": 2, "sigmoid": 6, "softplus": 7, "identity": 8, "tanh": 9}
 IN_ROWS = -1  # the format of a weight that is not packed
 DECAYS = {None: 0, "head": 1, "channel": 2}
 FINE, NO_MEMORY, BAD_TOKEN, BAD_POSITION, NO_ROOM, BAD_LENGTH = range(6)
@@ -138,6 +138,31 @@ class Gate(ctypes.Structure):
     _fields_ = tuple(_longs("start", "apart", "by", "groups", "size", "activation"))
 
 
+class Mix(ctypes.Structure):
+    """Mixes of the branch's input with that of the token before, for ``count`` adjacent rows of weights."""
+
+    kind = 10
+    _fields_ = (("weights", _POINTER), *_longs("to", "count"))
+
+
+class Blend(ctypes.Structure):
+    """Keeps a part for later branches if ``by`` is -1, else moves the part towards what was kept, by a part."""
+
+    kind = 11
+    _fields_ = tuple(_longs("at", "by", "width"))
+
+
+class Rwkv(ctypes.Structure):
+    """The recurrence of RWKV-7 with its group norm and its gate."""
+
+    kind = 12
+    _fields_ = (
+        *((name, _POINTER) for name in ("directions", "shares", "bonus", "weight", "bias")),
+        *_longs("query", "key", "value", "log_decays", "rate", "gate", "to", "heads", "keys", "values"),
+        *((name, _FLOAT) for name in ("least", "eps")),
+    )
+
+
 class Stage(ctypes.Structure):
     """One of the structures above; with ``wait`` all threads wait for its results."""
 
@@ -161,9 +186,9 @@ class Model(ctypes.Structure):
 
     _fields_ = (
         *((name, _POINTER) for name in ("branches", "table")),
-        ("norm", Norm),
+        *((name, Norm) for name in ("begin", "norm")),
         *((name, Linear) for name in ("tokens", "head")),
-        *_longs("depth", "dim", "vocab", "length", "type"),
+        *_longs("depth", "dim", "vocab", "length", "type", "kept"),
         *((name, _FLOAT) for name in ("token_factor", "head_factor")),
     )
 
