@@ -568,6 +568,7 @@ class _Dynamic(_Mapping):
                 found: Any = decoding.Bound(kv.keys.contiguous(), kv.values.contiguous(), part.length.contiguous())
                 parts[place] = type(part)(found.first, found.second, part.length + 1)
             else:
+                assert isinstance(wanted, decoding.Sums)
                 found = decoding.arranged(
                     part.conv[0], part.sums[0] if part.sums else None, wanted, batch, engine.dtype
                 )
