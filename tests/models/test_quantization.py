@@ -187,16 +187,17 @@ def test_the_decode_engine_reads_quantized_weights(attention):
 
 @pytest.mark.skipif(not available("decode/step"), reason="no native kernels here")
 def test_the_decode_engine_reads_blocks_of_files():
-    """Those of K-quants in linear layers; it declines formats without kernels."""
+    """In linear layers and in embeddings; it declines formats without kernels."""
     model = decoder("linear", dim=256, feedforward=256)
     head, generator = model.head, torch.Generator().manual_seed(0)
-    for format in ("Q4_K", "Q6_K", "Q5_0"):
+    for format in ("Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q5_0"):
         data = torch.randint(
-            0, 40, (67, formats.FORMATS[format].row_bytes(256)), dtype=torch.uint8, generator=generator
+            0, 40, (68, formats.FORMATS[format].row_bytes(256)), dtype=torch.uint8, generator=generator
         )
-        model.head = QuantizedLinear(pack(formats.Blocks(data, format, 256)), head.bias)
+        model.head = QuantizedLinear(pack(formats.Blocks(data[:67], format, 256)), head.bias)
+        model.embedding.tokens = QuantizedEmbedding(pack(formats.Blocks(data, format, 256)))
         if format == "Q5_0":
-            assert Engine.why_not(model) == "head has weights in the format Q5_0"
+            assert Engine.why_not(model).endswith("has weights in the format Q5_0")
             continue
         y, _ = Engine(model)(torch.tensor([[3]]), model.init_state(1))
         with torch.no_grad():

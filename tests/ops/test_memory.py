@@ -83,6 +83,33 @@ def test_large_tensors_are_like_others_but_begin_at_a_large_page(monkeypatch, dt
         assert y.sum(dtype=torch.float64) == 2 * y.numel()
 
 
+@linux
+@pytest.mark.parametrize("known", [True, False])
+def test_only_what_tensors_fill_moves_to_large_pages(monkeypatch, known):
+    page = buffers.LARGE_PAGE
+    memory = torch.empty(6 * page, dtype=torch.uint8)
+    base = memory.data_ptr() + (-memory.data_ptr()) % page
+    start, asked = base - memory.data_ptr(), []
+    monkeypatch.setattr(buffers, "_madvise", lambda: lambda *given: asked.append(given) or int(not known))
+    parts = [(0.5, 1.2), (1.21, 2.5), (3.2, 3.9), (4.0, 5.0)]  # in pages; the first two have little between them
+    made = [memory[start + int(begin * page) : start + int(end * page)] for begin, end in parts]
+    buffers.use_large_pages(
+        [*reversed(made), torch.empty(0), torch.empty(2 * page, 2)[:, 0], torch.empty(9, device="meta")]
+    )
+    ranges = [(base + page, page), (base + 4 * page, page)]
+    advice = [buffers.COLLAPSE] if known else [buffers.COLLAPSE, buffers.ADVICE]
+    assert asked == [(*one, what) for one in ranges for what in advice]
+
+
+@linux
+def test_large_pages_keep_the_numbers():
+    x = torch.randn(3 * buffers.LARGE_PAGE)
+    kept, at = x.clone(), x.data_ptr()
+    buffers.use_large_pages([x])
+    assert torch.equal(x, kept)
+    assert x.data_ptr() == at
+
+
 def test_large_outputs_can_be_changed_in_place(monkeypatch):
     monkeypatch.setattr(buffers, "KEPT", 1000)
     q, k, v = (torch.randn(1, 2, 40, 8, requires_grad=True) for _ in range(3))

@@ -222,7 +222,13 @@ class FlaModel(ForeignModel):
     ) -> tuple[Tensor, DecoderState]:
         """Read tokens after a state; see ``Servable``."""
         from .fla.models.mixer import Call
+        from .transformers import branches, decoding
 
+        if donate and mask is None and tokens.shape[1] == 1 and not torch.is_grad_enabled():
+            kind = self.model.config.model_type
+            found = decoding.advanced(self.model, tokens, state.layers) if kind in branches.SERVED else ""
+            if not isinstance(found, str):
+                return found[0], DecoderState(state.position + 1, tuple(found[1]))
         body = self.model.model
         hidden, layers = body(body.embeddings(tokens), list(state.layers), Call(mask, None, donate))
         count = tokens.shape[1] if mask is None else mask.sum(1)
@@ -562,6 +568,7 @@ class _Dynamic(_Mapping):
                 found: Any = decoding.Bound(kv.keys.contiguous(), kv.values.contiguous(), part.length.contiguous())
                 parts[place] = type(part)(found.first, found.second, part.length + 1)
             else:
+                assert isinstance(wanted, decoding.Sums)
                 found = decoding.arranged(
                     part.conv[0], part.sums[0] if part.sums else None, wanted, batch, engine.dtype
                 )

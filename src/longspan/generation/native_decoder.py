@@ -92,15 +92,14 @@ class Engine:
         branches = [branch for block in parts.stack.blocks for branch in self._branches(block)]
         self.branches = (decode.Branch * len(branches))(*branches)
         self.tokens: nn.Module = parts.embedding.tokens
-        scales = None
         if isinstance(self.tokens, QuantizedEmbedding):
-            rows = native_mixers.quantized_map(self.weights, self.tokens)
-            tokens, scales = rows.weight, rows.scales
+            tokens = native_mixers.quantized_map(self.weights, self.tokens)
         else:
             tokens = self.weights.table(parts.embedding.tokens.weight)
             # The copy in self.weights, which training does not change.
             self.tokens = nn.Embedding.from_pretrained(self.weights.kept[-1])
-        table = self.weights.table(parts.embedding.table.weight) if config.positions == "learned" else None
+        learned = config.positions == "learned"
+        table = self.weights.table(parts.embedding.table.weight).weight if learned else None
         final = self._norm(parts.stack.norm) if config.prenorm else decode.Norm()
         self.outputs = config.vocab if config.tied else parts.head.weight.shape[0]
         if config.tied and isinstance(self.tokens, QuantizedEmbedding):
@@ -112,19 +111,21 @@ class Engine:
         self.local = threading.local()  # ``last``: the state of this thread's last call
         self.plan = decode.Model(
             ctypes.addressof(self.branches),
-            tokens,
             table,
-            scales,
+            decode.Norm(),
             final,
+            tokens,
             head,
             len(branches),
             config.dim,
             config.vocab + 1,
             config.length,
             decode.TYPES[self.dtype],
+            0,
             1.0,
             1.0,
         )
+        self.weights.settle()
 
     @staticmethod
     def why_not(model: Decoder) -> str:
@@ -337,7 +338,6 @@ PLAIN = (
     nn.Identity,
     nn.ModuleList,
 )
-ROWS = ("Q8_0",)  # formats of embeddings
 
 
 def _odd(name: str, module: nn.Module, known: bool) -> str:
@@ -346,7 +346,7 @@ def _odd(name: str, module: nn.Module, known: bool) -> str:
         return f"{name} is a {type(module).__name__}" if name else f"it is a {type(module).__name__}"
     if module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__:
         return f"{name or 'it'} has hooks or a replaced forward"
-    if isinstance(module, Quantized) and module.format not in (FORMATS if type(module) is QuantizedLinear else ROWS):
+    if isinstance(module, Quantized) and module.format not in FORMATS:
         return f"{name} has weights in the format {module.format}"
     if isinstance(module, FeedForward) and module.activation not in decode.ACTIVATIONS:
         return f"{name} has activation={module.activation!r}"

@@ -5,7 +5,7 @@ import ctypes
 import functools
 import math
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -14,6 +14,8 @@ KEPT = 2**25 - 2**16  # bytes: the largest block that the C library can keep, le
 THRESHOLD, MAPPED = -3, 65536  # glibc's M_MMAP_THRESHOLD; bytes from which ``return_pages`` gives blocks back
 LARGE_PAGE = 2**21  # bytes, on x86 and on arm64 with the usual small pages
 ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # known on Linux only
+COLLAPSE = 25  # Linux's MADV_COLLAPSE, since 6.1, which Python does not name
+BESIDE = 2**16  # bytes between two tensors that may lie on one large page
 
 
 @functools.cache
@@ -55,6 +57,29 @@ def fresh_like(x: Tensor) -> Tensor:
     strides = torch.empty_like(x, device="meta").stride()
     # Not a view, which autograd would refuse to change in place if a function returns it.
     return torch.empty(0, dtype=x.dtype).set_(memory.untyped_storage(), skipped // size, x.shape, strides)
+
+
+def use_large_pages(tensors: Iterable[Tensor]) -> None:
+    """Move the memory of tensors that are read again and again to large pages, as far as they fill them.
+
+    This is advice to the system, which may ignore it. In a virtual machine, where a page is looked up in two tables,
+    small ones can halve the speed of reading. No number changes, and no address.
+    """
+    plain = [t for t in tensors if type(t) in (Tensor, torch.nn.Parameter) and t.is_cpu and t.is_contiguous()]
+    if ADVICE is None or torch._C._len_torch_dispatch_stack():
+        return
+    ranges: list[tuple[int, int]] = []
+    for begin, size in sorted((t.data_ptr(), t.nbytes) for t in plain):
+        if ranges and begin - ranges[-1][1] < BESIDE:
+            ranges[-1] = ranges[-1][0], max(ranges[-1][1], begin + size)
+        else:
+            ranges.append((begin, begin + size))
+    for begin, end in ranges:
+        begin = -(-begin // LARGE_PAGE) * LARGE_PAGE
+        size = end // LARGE_PAGE * LARGE_PAGE - begin
+        # Immediately, or in the background where the system does not know that.
+        if size > 0 and _madvise()(begin, size, COLLAPSE):
+            _madvise()(begin, size, ADVICE)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """Layers with the blocks of a file: linear maps whose rows or columns are in another order, and experts."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,20 @@ from ...ops.quantized.formats import FORMATS, Blocks
 from .architectures import Row
 
 
-def quantized(module: nn.Linear | nn.Embedding, given: Sequence[Blocks], row: Row, config: Any, how: str) -> nn.Module:
+class How(NamedTuple):
+    """How blocks are read."""
+
+    activations: str
+    """those of products"""
+    release: Callable[[], None]
+    """lets the system take back the memory of what was read of the file"""
+
+    def map(self, blocks: Blocks, bias: nn.Parameter | None = None) -> QuantizedLinear:
+        """Return the linear map with this weight."""
+        return QuantizedLinear(pack(blocks, self.release), bias, activations=self.activations)
+
+
+def quantized(module: nn.Linear | nn.Embedding, given: Sequence[Blocks], row: Row, config: Any, how: How) -> nn.Module:
     """Return a layer that computes what ``module`` does, with the blocks of its weight.
 
     Args:
@@ -20,23 +33,23 @@ def quantized(module: nn.Linear | nn.Embedding, given: Sequence[Blocks], row: Ro
         given: Its weight, the rows of several tensors one after the other.
         row: The order of rows and columns.
         config: Of the model.
-        how: The activations of its products.
+        how: How the blocks are read.
     """
     if isinstance(module, nn.Embedding):
-        return QuantizedEmbedding(pack(given[0]), activations=how)
+        return QuantizedEmbedding(pack(given[0], how.release), activations=how.activations)
     rows = None if row.rows is None else row.rows(config).argsort()
     columns = None if row.columns is None else row.columns(config).argsort()
     if len({one.format for one in given}) > 1:
-        return Reordered([QuantizedLinear(pack(one), activations=how) for one in given], rows, None)
+        return Reordered([how.map(one) for one in given], rows, None)
     blocks = given[0]._replace(data=torch.cat([one.data for one in given])) if len(given) > 1 else given[0]
     if rows is not None:
         blocks = blocks._replace(data=blocks.data[rows])
     if columns is not None:
         moved = _moved(blocks, columns)
         if moved is None:
-            return Reordered([QuantizedLinear(pack(blocks), activations=how)], None, columns.argsort())
+            return Reordered([how.map(blocks)], None, columns.argsort())
         blocks = moved
-    return QuantizedLinear(pack(blocks), module.bias, activations=how)
+    return how.map(blocks, module.bias)
 
 
 def _moved(blocks: Blocks, order: Tensor) -> Blocks | None:
@@ -81,17 +94,14 @@ class Experts(nn.Module):
         given: The weights of gates, inner and outer maps, of all experts one after the other.
         count: Number of experts.
         activation: Of the gates.
-        how: The activations of products.
+        how: How the blocks are read.
     """
 
-    def __init__(self, given: Sequence[Blocks], count: int, activation: Callable[[Tensor], Tensor], how: str):
+    def __init__(self, given: Sequence[Blocks], count: int, activation: Callable[[Tensor], Tensor], how: How):
         super().__init__()
         self.activation = activation
         self.gate, self.up, self.down = (
-            nn.ModuleList(
-                QuantizedLinear(pack(one._replace(data=data)), activations=how) for data in one.data.chunk(count)
-            )
-            for one in given
+            nn.ModuleList(how.map(one._replace(data=data)) for data in one.data.chunk(count)) for one in given
         )
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

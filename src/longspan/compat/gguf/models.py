@@ -17,7 +17,7 @@ from ..._utils.typecheck import format_value
 from ...modules.quantized import Quantized, QuantizedEmbedding, QuantizedLinear
 from ...ops.quantized.formats import FORMATS, Blocks, dequantize, quantize
 from .architectures import ARCHITECTURES, REQUIRED, Architecture, Entries, Row
-from .blocks import Experts, Reordered, quantized
+from .blocks import Experts, How, Reordered, quantized
 from .container import Container, Content, Place, write
 from .tokenizer import write as write_tokenizer
 
@@ -200,6 +200,7 @@ def _fill(model: Any, container: Container, architecture: Architecture, activati
     }
     if problems := [f"{len(names)} {what}: {', '.join(names[:3])}" for what, names in parts.items() if names]:
         raise ValueError(f"the tensors do not fit the model; {'; '.join(problems)}")
+    how = How(activations, container.release)
     experts: dict[str, list[str]] = {}
     for ours, _, _, theirs in found:
         if (owner := ours.rpartition(".")[0]).endswith(".experts"):
@@ -213,14 +214,14 @@ def _fill(model: Any, container: Container, architecture: Architecture, activati
             continue
         if leaf == "weight" and isinstance(module, nn.Linear | nn.Embedding) and in_blocks.issuperset(theirs):
             blocks: list[Any] = [container.read(one) for one in theirs]
-            _put(model, owner, quantized(module, blocks, row, config, activations))
+            _put(model, owner, quantized(module, blocks, row, config, how))
         else:
             weight = _numbers(container, row, theirs, tuple(parameter.shape), config)
             setattr(module, leaf, nn.Parameter(weight, requires_grad=False))
         container.release()
     for owner, names in experts.items():
         module, blocks = model.get_submodule(owner), [container.read(one) for one in names]
-        _put(model, owner, Experts(blocks, module.num_experts, module.act_fn, activations))
+        _put(model, owner, Experts(blocks, module.num_experts, module.act_fn, how))
     for owner, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             _put(model, owner, type(module)(config))

@@ -15,8 +15,6 @@ from ...ops.native import decode
 from ...ops.native.call import FORMATS, LARGEST, TYPES
 from . import lazy_logits
 
-ROWS = "Q8_0"  # the format of embeddings that the engine reads
-
 
 class Sums(NamedTuple):
     """The state of a recurrent layer in a cache: recent inputs of its convolution, and its sums."""
@@ -38,6 +36,15 @@ class Keys(NamedTuple):
     size: int
 
 
+class Shifted(NamedTuple):
+    """The state of a branch of RWKV-7: its last input, and its sums."""
+
+    layer: int
+    channels: int
+    sums: tuple[int, int, int] | None = None
+    """heads, keys and values; None for a feed-forward"""
+
+
 class Unserved(ValueError):
     """Why the engine cannot compute a model."""
 
@@ -49,10 +56,11 @@ class Plan:
         self.weights = decode.Weights(dtype, packs=False)
         self.rows: list[Row] = []
         self.branches: list[decode.Branch] = []
-        self.states: list[Sums | Keys | None] = []
+        self.states: list[Sums | Keys | Shifted | None] = []
         self.tokens: Any = None
         self.token_factor = self.head_factor = 1.0
-        self.norm = decode.Norm()
+        self.begin, self.norm = decode.Norm(), decode.Norm()
+        self.kept = 0  # numbers of a row that branches leave to later ones
         self.head = decode.Linear()
 
     def row(self) -> Row:
@@ -60,19 +68,22 @@ class Plan:
         self.rows.append(Row(self.weights))
         return self.rows[-1]
 
-    def add(self, branch: decode.Branch, state: Sums | Keys | None = None) -> None:
+    def add(self, branch: decode.Branch, state: Sums | Keys | Shifted | None = None) -> None:
         """Add a branch."""
         self.branches.append(branch)
         self.states.append(state)
 
     def ends(self, tokens: Any, norm: Any, head: Any, token_factor: float = 1.0, head_factor: float = 1.0) -> None:
         """Set the embeddings, the last norm and the output layer."""
-        self.tokens, self.norm, self.head = tokens, self.rms(norm), native_mixers.linear_map(self.weights, head)
+        self.tokens, self.norm, self.head = tokens, self.normed(norm), native_mixers.linear_map(self.weights, head)
         self.token_factor, self.head_factor = token_factor, head_factor
 
-    def rms(self, norm: Any) -> decode.Norm:
-        """Return a norm of the root mean square. The weight of some is the difference to 1."""
-        return self.weights.norm(scales(norm), None, epsilon(norm))
+    def normed(self, norm: Any) -> decode.Norm:
+        """Return a layer norm, or one of the root mean square. The weight of some is the difference to 1."""
+        bias = None
+        if isinstance(norm, nn.LayerNorm):
+            bias = torch.zeros_like(norm.weight) if norm.bias is None else norm.bias
+        return self.weights.norm(scales(norm), bias, epsilon(norm))
 
 
 def scales(norm: Any) -> Tensor:
@@ -122,7 +133,7 @@ def _gated_delta_net(plan: Plan, m: Any, norm: Any) -> None:
     row.add(decode.HeadNorm(weight, value, heads, values, values, 0, gate, silu, False, False, epsilon(m.norm)))
     row.wait()
     state = Sums(m.layer_idx, recent, (heads, keys, values))
-    plan.add(row.branch(m.out_proj, value, plan.rms(norm)), state)
+    plan.add(row.branch(m.out_proj, value, plan.normed(norm)), state)
 
 
 def _mamba2(plan: Plan, m: Any, norm: Any, factor: float = 1.0) -> None:
@@ -153,7 +164,7 @@ def _mamba2(plan: Plan, m: Any, norm: Any, factor: float = 1.0) -> None:
     counts = width // group, group, group, group
     row.add(decode.HeadNorm(weight, scaled, *counts, gate, silu, gate_first, False, epsilon(m.norm)))
     row.wait()
-    branch = row.branch(m.out_proj, scaled, plan.rms(norm), factor=factor)
+    branch = row.branch(m.out_proj, scaled, plan.normed(norm), factor=factor)
     plan.add(branch, Sums(m.layer_idx, recent, (heads, states, size), values_first=True))
 
 
@@ -168,7 +179,7 @@ def _short_convolution(plan: Plan, m: Any, norm: Any) -> None:
     row.wait()
     row.gate("identity", after, x, width)
     row.wait()
-    plan.add(row.branch(m.out_proj, x, plan.rms(norm)), Sums(m.layer_idx, recent))
+    plan.add(row.branch(m.out_proj, x, plan.normed(norm)), Sums(m.layer_idx, recent))
 
 
 class Attention(NamedTuple):
@@ -208,7 +219,7 @@ def _attention(plan: Plan, m: Any, norm: Any, parts: Attention, factor: float = 
         row.wait()
         row.add(decode.Gate(query + size, apart, out, heads, size, decode.GATES["sigmoid"]))
     row.wait()
-    branch = row.branch(parts.out, out, plan.rms(norm), factor=factor)
+    branch = row.branch(parts.out, out, plan.normed(norm), factor=factor)
     plan.add(branch, Keys(m.layer_idx, groups, size))
 
 
@@ -227,7 +238,7 @@ def _network(plan: Plan, norm: Any, maps: tuple[Any, ...], act: Any, factor: flo
     row.wait()
     row.gate(activation(act), gate, gate + width, width)
     row.wait()
-    plan.add(row.branch(out, gate + width, plan.rms(norm), factor=factor))
+    plan.add(row.branch(out, gate + width, plan.normed(norm), factor=factor))
 
 
 def _check_size(*sizes: int) -> None:
@@ -287,6 +298,52 @@ def _lfm2(model: Any, plan: Plan) -> None:
     plan.ends(body.embed_tokens, body.embedding_norm, model.lm_head)
 
 
+def _rwkv7(model: Any, plan: Plan) -> None:
+    body = model.model
+    for number, layer in enumerate(body.layers):
+        if layer.pre_norm is not None:
+            plan.begin = plan.normed(layer.pre_norm)
+        _rwkv7_mixer(plan, layer.attn, layer.attn_norm, number)
+        m, channels, row = layer.ffn, layer.ffn.key.in_features, plan.row()
+        mixed = row.part(channels)
+        row.add(decode.Mix(plan.weights.numbers(m.x_k), mixed, 1))
+        row.wait()
+        (inner,) = row.project(m.key, start=mixed, activation="squared_relu")
+        row.wait()
+        plan.add(row.branch(m.value, inner, plan.normed(layer.ffn_norm)), Shifted(number, channels))
+    plan.ends(body.embeddings, body.norm, model.lm_head)
+
+
+def _rwkv7_mixer(plan: Plan, m: Any, norm: Any, number: int) -> None:
+    heads, (keys, values), channels, row = m.heads, m.sizes, m.r_proj.in_features, plan.row()
+    _check_size(keys, values)
+    letters, width, numbers = "rwkvag", heads * values, plan.weights.numbers
+    mixed = row.part(len(letters) * channels)
+    row.add(decode.Mix(numbers(torch.cat([getattr(m, f"x_{one}").flatten() for one in letters])), mixed, len(letters)))
+    row.wait()
+    at = {one: mixed + i * channels for i, one in enumerate(letters)}
+    query, key, value = (row.project(getattr(m, f"{one}_proj"), start=at[one])[0] for one in "rkv")
+    loras = {"w": (m.w_lora, "tanh", "sigmoid"), "a": (m.a_lora, "identity", "sigmoid")}
+    loras["g"] = m.g_lora, "sigmoid", "identity"
+    if m.v_lora is not None:
+        loras["v"] = m.v_lora, "identity", "sigmoid"
+    low = {one: row.project(pair.lora[0], start=at[one], activation=act)[0] for one, (pair, act, _) in loras.items()}
+    row.wait()
+    high = {one: row.project(pair.lora[2], start=low[one], activation=act)[0] for one, (pair, _, act) in loras.items()}
+    row.wait()
+    row.curve("identity", high["w"], heads * keys, factor=torch.tensor([m.slowest]))
+    row.add(decode.Blend(value, high.get("v", -1), width))
+    plan.kept = width
+    row.wait()
+    out = row.part(width)
+    bias = torch.zeros_like(m.g_norm.weight) if m.g_norm.bias is None else m.g_norm.bias
+    constants = (numbers(t.flatten()) for t in (m.k_k, m.k_a, m.r_k, m.g_norm.weight, bias))
+    places = query, key, value, high["w"], high["a"], high["g"], out
+    row.add(decode.Rwkv(*constants, *places, heads, keys, values, m.least, m.g_norm.eps))
+    row.wait()
+    plan.add(row.branch(m.o_proj, out, plan.normed(norm)), Shifted(number, channels, (heads, keys, values)))
+
+
 class Served(NamedTuple):
     """A model type that the engine computes."""
 
@@ -298,6 +355,8 @@ class Served(NamedTuple):
     """the class of its outputs"""
     wide: bool = False
     """whether logits are float32 in any dtype"""
+    files: tuple[str, ...] = ()
+    """the modules of its classes, if they are not those of its own"""
 
 
 def _named(prefix: str, names: str, *others: str) -> tuple[str, ...]:
@@ -319,6 +378,11 @@ SERVED = {
         _named("GraniteMoeHybrid", "Model RMSNorm DecoderLayer RotaryEmbedding Attention MambaLayer RMSNormGated MLP"),
         "MoeCausalLMOutputWithPast",
     ),
+    "rwkv7": Served(
+        _rwkv7,
+        ("Rwkv7Body", "Rwkv7Block", "Rwkv7", "LoRA", "FeedForward"),
+        files=("longspan.compat.fla.models.rwkv", "longspan.compat.fla.models.families.rwkv7"),
+    ),
     "lfm2": Served(_lfm2, _named("Lfm2", "Model RMSNorm DecoderLayer RotaryEmbedding Attention ShortConv MLP")),
 }
 """by the model type in transformers"""
@@ -333,7 +397,8 @@ ACTIVATIONS = {
     "ReLUSquaredActivation": "squared_relu",
 }
 _MAPS = (nn.Linear, QuantizedLinear, nn.Embedding, QuantizedEmbedding)
-_PLAIN = (*_MAPS, nn.Conv1d, nn.ModuleList)
+_PLAIN = (*_MAPS, nn.Conv1d, nn.ModuleList, nn.LayerNorm, nn.GroupNorm)
+_SIMPLE = (nn.Sequential, nn.Tanh, nn.Identity, nn.Sigmoid)
 
 
 def plan(model: Any, kind: str) -> Plan:
@@ -342,8 +407,10 @@ def plan(model: Any, kind: str) -> Plan:
     Raises:
         Unserved: The engine cannot compute it.
     """
-    served, file = SERVED[kind], sys.modules[type(model).__module__]
-    known = {type(model), *_PLAIN, *(getattr(file, name, None) for name in served.classes)}
+    served = SERVED[kind]
+    files = [sys.modules[name] for name in served.files or (type(model).__module__,)]
+    named = (getattr(file, name, None) for file in files for name in served.classes)
+    known = {type(model), *_PLAIN, *_SIMPLE, *named}
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         raise Unserved("there are hooks for all modules")
     if type(model.lm_head) not in _MAPS:

@@ -23,10 +23,10 @@ from ... import ops
 from ...generation.native_mixers import quantized_map
 from ...modules.quantized import QuantizedEmbedding
 from ...ops.native import decode
-from ...ops.native.call import available
+from ...ops.native.call import FORMATS, available
 from ...ops.operands import followed, holds, mark_overwritten
 from . import branches
-from .branches import Keys, Plan, Sums, Unserved
+from .branches import Keys, Plan, Shifted, Sums, Unserved
 from .packing import cache_of
 from .record import version
 
@@ -121,10 +121,9 @@ class Engine:
         self.attends = [state.layer for _, state in self.states if isinstance(state, Keys)]
         made, rows = self.made, self.made.tokens
         self.embed: Callable[[Tensor], Tensor] | None = None  # of embeddings that the step does not read
-        tokens = scales = None
-        if type(rows) is QuantizedEmbedding and rows.format == branches.ROWS:
-            mapped = quantized_map(made.weights, rows)
-            tokens, scales = mapped.weight, mapped.scales
+        tokens = decode.Linear()
+        if type(rows) is QuantizedEmbedding and rows.format in FORMATS:
+            tokens = quantized_map(made.weights, rows)
         elif type(rows) is nn.Embedding and rows.max_norm is None:
             tokens = made.weights.table(rows.weight)
         else:
@@ -132,19 +131,21 @@ class Engine:
         self.packed = (decode.Branch * len(made.branches))(*made.branches)
         self.plan = decode.Model(
             ctypes.addressof(self.packed),
-            tokens,
             None,
-            scales,
+            made.begin,
             made.norm,
+            tokens,
             made.head,
             len(made.branches),
             rows.embedding_dim,
             rows.num_embeddings,
             0,
             decode.TYPES[self.dtype],
+            made.kept,
             made.token_factor,
             made.head_factor,
         )
+        made.weights.settle()
 
     def __call__(self, token: Token, cache: Any) -> Tensor | str:
         """Read one more token of each row.
@@ -316,9 +317,44 @@ def engine(model: Any, kind: str, cache: Any = None) -> Engine | str:
 def engine_of(model: Any) -> Engine | str:
     """Return the engine of an accelerated model, or why it has none."""
     kind = type(model).__module__.rpartition(".")[2].removeprefix("modeling_")
+    if getattr(model.config, "family", None) is not None:
+        kind = model.config.model_type  # of flash-linear-attention
     if kind not in branches.SERVED or not type(model).__name__.endswith("ForCausalLM") or version() < SINCE:
         return f"it has no plan for models of the type {kind}"
     return engine(model, kind)
+
+
+def advanced(model: Any, tokens: Tensor, states: Sequence[Any]) -> tuple[Tensor, list[Any]] | str:
+    """Read one more token of each row of an RWKV-7.
+
+    Args:
+        model: A model of flash-linear-attention.
+        tokens: (B,1) int64.
+        states: Those of its layers, which are overwritten.
+
+    Returns:
+        The logits (B,1,V) and the states, or why the engine does not compute it; no state has changed then.
+    """
+    found = engine_of(model)
+    if isinstance(found, str):
+        return found
+    after, bound, batch = list(states), [], len(tokens)
+    for _, wanted in found.states:
+        assert isinstance(wanted, Shifted)
+        block = after[wanted.layer]
+        part = block if wanted.sums is None else block.mixer
+        sums = None if wanted.sums is None else part.sums
+        if not _plain(part.last, torch.float32, (batch, 1, wanted.channels)) or (
+            wanted.sums is not None and not _plain(sums, torch.float32, (batch, *wanted.sums))
+        ):
+            return "a state has another dtype or shape"
+        last = part.last.contiguous()
+        bound.append(Bound(last if sums is None else sums.contiguous(), last))
+        mixed = block.mixer if sums is None else part._replace(sums=bound[-1].first, last=last)
+        after[wanted.layer] = block._replace(last=last) if sums is None else block._replace(mixer=mixed)
+    token = _token({"input_ids": tokens}, None)
+    outputs = token if isinstance(token, str) else found.step(token, bound)
+    return outputs if isinstance(outputs, str) else (outputs, after)
 
 
 def stepping(original: Callable, kind: str, calls: Counter[str]) -> Callable:

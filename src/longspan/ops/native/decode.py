@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..buffers import use_large_pages
 from .build.openmp import threads
 from .call import ACTIVATIONS as ROUNDED
 from .call import FORMATS, kernels
@@ -16,7 +17,7 @@ from .call import TYPES as TYPES
 
 # The numbers are those of decode/stages.h and decode/activations.h.
 ACTIVATIONS = {"relu": 0, "gelu": 1, "silu": 2, "squared_relu": 3, "geglu": 4, "swiglu": 5}
-GATES = {"silu": 2, "sigmoid": 6, "softplus": 7, "identity": 8}
+GATES = {"silu": 2, "sigmoid": 6, "softplus": 7, "identity": 8, "tanh": 9}
 IN_ROWS = -1  # the format of a weight that is not packed
 DECAYS = {None: 0, "head": 1, "channel": 2}
 FINE, NO_MEMORY, BAD_TOKEN, BAD_POSITION, NO_ROOM, BAD_LENGTH = range(6)
@@ -137,6 +138,31 @@ class Gate(ctypes.Structure):
     _fields_ = tuple(_longs("start", "apart", "by", "groups", "size", "activation"))
 
 
+class Mix(ctypes.Structure):
+    """Mixes of the branch's input with that of the token before, for ``count`` adjacent rows of weights."""
+
+    kind = 10
+    _fields_ = (("weights", _POINTER), *_longs("to", "count"))
+
+
+class Blend(ctypes.Structure):
+    """Keeps a part for later branches if ``by`` is -1, else moves the part towards what was kept, by a part."""
+
+    kind = 11
+    _fields_ = tuple(_longs("at", "by", "width"))
+
+
+class Rwkv(ctypes.Structure):
+    """The recurrence of RWKV-7 with its group norm and its gate."""
+
+    kind = 12
+    _fields_ = (
+        *((name, _POINTER) for name in ("directions", "shares", "bonus", "weight", "bias")),
+        *_longs("query", "key", "value", "log_decays", "rate", "gate", "to", "heads", "keys", "values"),
+        *((name, _FLOAT) for name in ("least", "eps")),
+    )
+
+
 class Stage(ctypes.Structure):
     """One of the structures above; with ``wait`` all threads wait for its results."""
 
@@ -159,10 +185,10 @@ class Model(ctypes.Structure):
     """A decoder: embeddings, branches, norm and head."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("branches", "tokens", "table", "token_scales")),
-        ("norm", Norm),
-        ("head", Linear),
-        *_longs("depth", "dim", "vocab", "length", "type"),
+        *((name, _POINTER) for name in ("branches", "table")),
+        *((name, Norm) for name in ("begin", "norm")),
+        *((name, Linear) for name in ("tokens", "head")),
+        *_longs("depth", "dim", "vocab", "length", "type", "kept"),
         *((name, _FLOAT) for name in ("token_factor", "head_factor")),
     )
 
@@ -248,9 +274,14 @@ class Weights:
         kernels("decode/step").longspan_pack_taps(weight.data_ptr(), address, channels, count, packed.data_ptr())
         return self._keep(packed)
 
-    def table(self, x: Tensor) -> int:
-        """Return the address of a table (rows,d) in the model's dtype."""
-        return self._keep(x.detach().clone(memory_format=torch.contiguous_format) if self.packs else x.detach())
+    def table(self, x: Tensor) -> Linear:
+        """Return a table (rows,d) in the model's dtype."""
+        kept = self._keep(x.detach().clone(memory_format=torch.contiguous_format) if self.packs else x.detach())
+        return Linear(kept, None, x.shape[1], x.shape[0], None, None, IN_ROWS, 0, 0)
+
+    def settle(self) -> None:
+        """Move all that a step reads to large pages, since reading by small ones takes longer."""
+        use_large_pages(self.kept)
 
     def _keep(self, x: Tensor) -> int:
         self.kept.append(x)

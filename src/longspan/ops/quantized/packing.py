@@ -3,6 +3,7 @@
 It is the order of native/quantized/product.h, on any processor. Nothing is rounded, and hardly any memory is added.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -52,8 +53,12 @@ def shapes(format: str, outputs: int, inputs: int) -> tuple[tuple[int, ...], tup
     return (groups, cells, PACKED[format], GROUP, 4), (groups, cells, 32), factors
 
 
-def pack(blocks: Blocks) -> Packed:
+def pack(blocks: Blocks, release: Callable[[], None] | None = None) -> Packed:
     """Return a weight in the order of the kernels.
+
+    Args:
+        blocks: The weight.
+        release: Called from time to time, to let the system take back the memory of blocks that were read.
 
     Raises:
         ValueError: the bytes are not those of whole rows of a known format.
@@ -73,6 +78,8 @@ def pack(blocks: Blocks) -> Packed:
         ):
             if whole.numel():
                 whole[groups] = part
+        if release is not None:
+            release()
     return Packed(quants, scales, factors, format, outputs, inputs)
 
 

@@ -9,7 +9,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import load_state_dict
 
-from ...transformers import packing
+from ...transformers import decoding, packing
+from ...transformers.branches import SERVED
 from ...transformers.cache import NAME, StateCache, StateGenerationMixin
 from ...transformers.loading import StrictLoading
 from .attention import Attention
@@ -143,6 +144,10 @@ class FlaForCausalLM(StrictLoading, PreTrainedModel, StateGenerationMixin):
                 raise ValueError(f"{name}=True is not supported")
         if odd := [name for name, value in kwargs.items() if name not in _LOSS + _PACKED and value is not None]:
             raise ValueError(f"{type(self).__name__}.forward has no argument {odd[0]!r}")
+        whole = labels is None and use_cache is not False and isinstance(logits_to_keep, int)
+        if whole and past is not None and (logits := self._stepped(input_ids, attention_mask, past)) is not None:
+            found = CausalLMOutputWithPast(logits=logits, **{NAME: past})  # pyright: ignore[reportArgumentType] (NAME is one field)
+            return found if return_dict is not False else found.to_tuple()
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.model.embeddings(input_ids)  # pyright: ignore[reportCallIssue]
@@ -178,6 +183,20 @@ class FlaForCausalLM(StrictLoading, PreTrainedModel, StateGenerationMixin):
             loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **more)
         found = CausalLMOutputWithPast(loss=loss, logits=logits, **{NAME: past if use_cache else None})  # pyright: ignore[reportArgumentType] (NAME is one field)
         return found if return_dict is not False else found.to_tuple()
+
+    def _stepped(self, tokens: Tensor | None, mask: Tensor | None, past: StateCache) -> Tensor | None:
+        """Return the logits (B,1,V) of one more token by the decode engine; None if it does not serve the call."""
+        if tokens is None or tokens.dim() != 2 or tokens.shape[1] != 1 or past.state is None:
+            return None
+        if torch.compiler.is_compiling() or torch.is_grad_enabled() or self.config.model_type not in SERVED:
+            return None
+        if mask is not None and not bool(mask[:, -1].all()):
+            return None
+        found = decoding.advanced(self, tokens, past.state)
+        if isinstance(found, str):
+            return None
+        past.state, past.seen = found[1], past.seen + 1
+        return found[0]
 
     @staticmethod
     def _load_pretrained_model(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any) -> Any:

@@ -14,6 +14,7 @@ enum Activation {
     sigmoid_act = 6,
     softplus_act = 7,
     identity_act = 8,
+    tanh_act = 9,
 };
 
 inline vec gaussian_gelu(vec x) {
@@ -40,6 +41,7 @@ inline vec activate(long kind, vec x) {
         case sigmoid_act: return sigmoid(x);
         case softplus_act: return softplus(x);
         case identity_act: return x;
+        case tanh_act: return 2.0f * sigmoid(2.0f * x) - 1.0f;
         default: return pick(x <= zero, zero, x * x);
     }
 }

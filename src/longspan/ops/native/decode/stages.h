@@ -5,6 +5,7 @@
 
 #include "../convolution/token.h"
 #include "../gated/token.h"
+#include "../general/token.h"
 #include "../linear/token.h"
 #include "activations.h"
 #include "cached.h"
@@ -13,7 +14,7 @@ extern "C" {
 
 // The state of one branch. ``first``: of linear attention the sums (B,H,D,E+1), of softmax the keys (B,G,capacity,D) of the
 // model's type, of a recurrence the sums (B,H,D,E). ``second``: of softmax the values, of a convolution its recent inputs
-// (B,K-1,C), or (B,C,rows) of the model's type. ``position`` (B): the number of tokens, null if not needed. ``places`` (B): the positions of the
+// (B,K-1,C), or (B,C,rows) of the model's type, of mixes the last input (B,d). ``position`` (B): the number of tokens, null if not needed. ``places`` (B): the positions of the
 // tokens for rotations, null if they are the same. ``begin`` (B): the first slots of the cache with a token, null for 0.
 struct longspan_state {
     void *first, *second;
@@ -101,6 +102,25 @@ struct longspan_gate {
     long from, apart, by, groups, size, activation;
 };
 
+// Mixes of the branch's input x with that of the token before, x + (last - x) w, for ``count`` rows of weights, adjacent.
+struct longspan_mix {
+    const float* weights;
+    long to, count;
+};
+
+// The part ``at`` is kept for later branches if there is no ``by`` (-1), else it becomes at + (kept - at) * by.
+struct longspan_blend {
+    long at, by, width;
+};
+
+// RWKV-7's recurrence with its group norm and its gate. Constants have one number per channel of all heads. The output must
+// not replace another part.
+struct longspan_rwkv {
+    const float *directions, *shares, *bonus, *weight, *bias;
+    long query, key, value, log_decays, rate, gate, to, heads, keys, values;
+    float least, eps;  // what is added to a squared length, and to a variance
+};
+
 // ``what`` is the structure of the kind; ``wait``: all threads wait for its results.
 struct longspan_stage {
     const void* what;
@@ -111,7 +131,7 @@ struct longspan_stage {
 
 namespace {
 
-enum Kind { project, linear_attention, softmax_attention, turn, convolve, curve, scale, recur, head_norm, gate };
+enum Kind { project, linear_attention, softmax_attention, turn, convolve, curve, scale, recur, head_norm, gate, token_mix, blend, rwkv };
 
 constexpr long IN_ROWS = -1;  // the format of a weight that is not packed
 
@@ -242,6 +262,38 @@ inline void run_recur(const longspan_recur& how, float* sums, float* rows, long 
                                   how.heads / how.key_heads, how.keys, how.values, static_cast<int>(how.decay),
                                   how.normalize != 0, how.scale, width, how.log_decays >= 0 ? width : 0};
     gated::step_rows(step, from, to);
+}
+
+// One head of one sequence, whose sums begin at ``sums``; those of the thread end at ``end``.
+inline void run_rwkv(const longspan_rwkv& how, float* sums, const float* end, float* row, long h) {
+    const long keys = how.keys, values = how.values, at = h * keys, place = h * values;
+    const float *k = row + how.key + at, *rate = row + how.rate + at;
+    general::Token token;
+    token.q = row + how.query + at, token.v = row + how.value + place, token.out = row + how.to + place;
+    token.k = token.own_k, token.e = token.own_e, token.state = sums, token.end = end;
+    float *direction = token.own_r, length = how.least, bonus = 0.0f;
+    for (long d = 0; d < keys; ++d) {
+        direction[d] = k[d] * how.directions[at + d];
+        length += direction[d] * direction[d];
+        token.own_k[d] = k[d] + k[d] * (rate[d] - 1.0f) * how.shares[at + d];
+        bonus += token.q[d] * token.own_k[d] * how.bonus[at + d];
+    }
+    const float factor = 1.0f / std::sqrt(length);
+    for (long d = 0; d < keys; ++d) {
+        direction[d] *= factor;
+        token.own_e[d] = direction[d] * rate[d];
+    }
+    general::prepare(token, direction, row + how.log_decays + at, by_channel, true, keys);
+    long e = general::columns<4>(token, 0, keys, values, 1.0f);
+    e = general::columns<1>(token, e, keys, values, 1.0f);
+    for (; e < values; ++e) general::column(token, e, keys, values, 1.0f);
+    float mean = 0.0f, square = 0.0f, *y = token.out;
+    for (long j = 0; j < values; ++j) mean += y[j];
+    mean /= values;
+    for (long j = 0; j < values; ++j) square += (y[j] - mean) * (y[j] - mean);
+    const float inverse = 1.0f / std::sqrt(square / values + how.eps), *gate = row + how.gate + place;
+    for (long j = 0; j < values; ++j)
+        y[j] = ((y[j] - mean) * inverse * how.weight[place + j] + how.bias[place + j] + bonus * token.v[j]) * gate[j];
 }
 
 // One head of one sequence with its sums; the same thread processes those before ``end``. ``memory``: 6 heads.

@@ -44,11 +44,10 @@ struct longspan_branch {
 // The embeddings and the outputs of the head are multiplied by their factors.
 struct longspan_model {
     const longspan_branch* branches;
-    const void *tokens, *table;  // embeddings (vocab, d) and learned positions (length, d) or null, of the model's type
-    const void* token_scales;    // null, or tokens are a weight in the format q8_0
-    longspan_norm norm;          // weight null: none
-    longspan_linear head;
-    long depth, dim, vocab, length, type;  // depth: number of branches; type 0: float, 1: bfloat16
+    const void* table;      // learned positions (length, d) of the model's type, or null
+    longspan_norm begin, norm;  // of embeddings and of outputs; weight null: none
+    longspan_linear tokens, head;  // embeddings (vocab, d): in rows, or a weight in blocks
+    long depth, dim, vocab, length, type, kept;  // depth: number of branches; type 0: float, 1: bfloat16; kept: floats
     float token_factor, head_factor;
 };
 
@@ -213,6 +212,7 @@ struct Decode {
     const longspan_state* states;
     long sequences, count, batch, dim, parts;  // batch: rows
     float *x, *normed, *inner;  // activations of all rows: two of d channels, and those within mixer or network
+    float* kept;                // what a branch leaves to later ones
     Journal journal;
     quantized::Cell* prepared;  // activations of all rows for a quantized map
 
@@ -264,15 +264,18 @@ struct Decode {
     }
 
     void embed(const std::int64_t* tokens, const std::int64_t* positions) const {
-        const T *rows = static_cast<const T*>(model.tokens), *table = static_cast<const T*>(model.table);
-        const auto *quants = static_cast<const std::uint8_t*>(model.tokens),
-                   *scales = static_cast<const std::uint8_t*>(model.token_scales);
+        const T *rows = static_cast<const T*>(model.tokens.weight), *table = static_cast<const T*>(model.table);
+        const quantized::Weight weight = quantized_weight(model.tokens);
 #pragma omp for schedule(static)
-        for (long b = 0; b < batch; ++b)
-            for (long j = 0; j < dim; ++j) {
-                const float number = scales ? quantized::number(quants, scales, dim, tokens[b], j) : widen(rows[tokens[b] * dim + j]);
-                x[b * dim + j] = number * model.token_factor + (table ? widen(table[(positions[b / count] + b % count) * dim + j]) : 0.0f);
-            }
+        for (long b = 0; b < batch; ++b) {
+            float* to = x + b * dim;
+            if (weight.format > 0)
+                quantized::row_of(weight, tokens[b], to);
+            else
+                for (long j = 0; j < dim; ++j) to[j] = widen(rows[tokens[b] * dim + j]);
+            const T* learned = table ? table + (positions[b / count] + b % count) * dim : nullptr;
+            for (long j = 0; j < dim; ++j) to[j] = to[j] * model.token_factor + (learned ? widen(learned[j]) : 0.0f);
+        }
     }
 
     // f(row, b) for each row.
@@ -468,6 +471,38 @@ struct Decode {
                 each_unit(how.groups, width, [&](float* row, long, long g, long) { run_gate(how, row, g); });
                 break;
             }
+            case token_mix: {
+                const auto& how = of<longspan_mix>(stage);
+                each_row(width, [&](float* row, long b) {
+                    const float* now = input + b * dim;
+                    float* last = static_cast<float*>(state.second) + b * dim;
+                    for (long i = 0; i < how.count; ++i)
+                        for (long j = 0; j < dim; ++j)
+                            row[how.to + i * dim + j] = now[j] + (last[j] - now[j]) * how.weights[i * dim + j];
+                    std::memcpy(last, now, sizeof(float) * dim);
+                });
+                break;
+            }
+            case blend: {
+                const auto& how = of<longspan_blend>(stage);
+                each_row(width, [&](float* row, long b) {
+                    float *x = row + how.at, *first = kept + b * model.kept;
+                    if (how.by < 0)
+                        std::memcpy(first, x, sizeof(float) * how.width);
+                    else
+                        for (long j = 0; j < how.width; ++j) x[j] += (first[j] - x[j]) * row[how.by + j];
+                });
+                break;
+            }
+            case rwkv: {
+                const auto& how = of<longspan_rwkv>(stage);
+                const long size = how.keys * how.values;
+                float* sums = static_cast<float*>(state.first);
+                each_unit(how.heads, width, [&](float* row, long b, long h, long to) {
+                    run_rwkv(how, sums + (b * how.heads + h) * size, sums + to * size, row, h);
+                });
+                break;
+            }
             default: {
                 const auto& how = of<longspan_head_norm>(stage);
                 each_unit(how.groups, width, [&](float* row, long, long g, long) { run_head_norm(how, row, g); });
@@ -477,6 +512,7 @@ struct Decode {
     }
 
     void run(float* mine, float* out) const {
+        if (model.begin.weight) norm(model.begin, x, x);
         for (long l = 0; l < model.depth; ++l) {
             const longspan_branch& branch = model.branches[l];
             const float* input = x;
@@ -546,13 +582,13 @@ int decode(const longspan_model& model, const longspan_state* states, const std:
         }
     const long dim = model.dim;
     each = whole_vectors(each) + 64;
-    const long size = sizeof(quantized::Cell) * batch * cells, floats = batch * (2 * dim + width) + threads * each;
+    const long size = sizeof(quantized::Cell) * batch * cells, floats = batch * (2 * dim + width + model.kept) + threads * each;
     void* whole = std::aligned_alloc(64, (size + sizeof(float) * floats + 63) / 64 * 64);
     if (!whole) return no_memory;
     auto* prepared = static_cast<quantized::Cell*>(whole);
     float* memory = reinterpret_cast<float*>(prepared + batch * cells);
-    float *x = memory, *normed = x + batch * dim, *inner = normed + batch * dim, *room = inner + batch * width;
-    const Decode<T> work{model, states, sequences, count, batch, dim, threads, x, normed, inner, journal, prepared};
+    float *x = memory, *normed = x + batch * dim, *inner = normed + batch * dim, *kept = inner + batch * width, *room = kept + batch * model.kept;
+    const Decode<T> work{model, states, sequences, count, batch, dim, threads, x, normed, inner, kept, journal, prepared};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float* mine = nullptr;

@@ -421,13 +421,45 @@ inline void numbers_of(const Weight& w, long group, float* out) {
     }
 }
 
-// Input j of a row of a weight in the format q8_0 with K inputs.
-inline float number(const std::uint8_t* quants, const std::uint8_t* scales, long inputs, long row, long j) {
-    const long cell = row / GROUP * (inputs / CELL) + j / CELL, at = j % CELL;
-    const int u = quants[cell * cell_bytes(q8_0) + at / 4 * CHUNK + row % GROUP * 4 + at % 4];
-    float16 scale;
-    std::memcpy(&scale, scales + cell * SCALES + 2 * (row % GROUP), sizeof scale);
-    return widen(scale) * static_cast<float>(u - offset_of(q8_0));
+// The numbers of one row -> out (K).
+template <int FORMAT>
+void row_of(const Weight& w, long row, float* out) {
+    const long cells = w.cells(), supers = factors_of(FORMAT) * GROUP, group = row / GROUP, r = row % GROUP;
+    for (long b = 0; b < cells; ++b) {
+        const std::uint8_t *q = w.quants + (group * cells + b) * cell_bytes(FORMAT) + 4 * r, *s = w.scales + (group * cells + b) * SCALES;
+        float d[2], least = 0.0f;  // the factors of both halves, and what is added
+        if (supers) {
+            const float16* super = w.factors + (group * cells + b) / SUPER * supers + r;
+            if (FORMAT == q4_k) {
+                d[0] = d[1] = widen(super[0]) * s[r];
+                least = -(widen(super[GROUP]) * s[GROUP + r]);
+            } else {
+                for (int h = 0; h < 2; ++h) d[h] = widen(super[0]) * static_cast<std::int8_t>(s[GROUP * h + r]);
+            }
+        } else {
+            d[0] = d[1] = widen(reinterpret_cast<const float16*>(s)[r]);
+        }
+        for (int i = 0; i < CELL; ++i) {
+            const int h = i / 16, c = i / 4 % 4, at = i % 4;
+            int u;
+            if (FORMAT == q8_0) {
+                u = q[(4 * h + c) * CHUNK + at];
+            } else {
+                u = q[c * CHUNK + at] >> 4 * h & 15;
+                if (FORMAT == q6_k) u |= (q[(4 + h) * CHUNK + at] >> 2 * c & 3) << 4;
+            }
+            out[b * CELL + i] = d[h] * static_cast<float>(u - offset_of(FORMAT)) + least;
+        }
+    }
+}
+
+inline void row_of(const Weight& w, long row, float* out) {
+    switch (w.format) {
+        case q8_0: return row_of<q8_0>(w, row, out);
+        case q4_0: return row_of<q4_0>(w, row, out);
+        case q4_k: return row_of<q4_k>(w, row, out);
+        default: return row_of<q6_k>(w, row, out);
+    }
 }
 
 // rows of prepared activations times a group of a weight -> out (rows, GROUP)

@@ -91,9 +91,16 @@ class Rwkv7(Mixer):
         y = (group_norm(o, self.g_norm) + bonus.transpose(1, 2).flatten(-2)) * self.g_lora(xg)
         return self.o_proj(y), None if state is None else Rwkv7State(sums, last), first
 
+    slowest = SLOWEST
+
+    @property
+    def least(self) -> float:
+        """What is added to a squared length."""
+        return 1e-6 if self.fused else 1e-24
+
     def unit(self, k: Tensor) -> Tensor:
         """Divide k (...,D) by its length; the original's two forms differ in what they add to it."""
-        return unit(k) if self.fused else F.normalize(upcast_half(k), dim=-1, eps=1e-12).to(k.dtype)
+        return unit(k, self.least) if self.fused else F.normalize(upcast_half(k), dim=-1, eps=1e-12).to(k.dtype)
 
 
 class FeedForward(nn.Module):
