@@ -39,7 +39,7 @@ class StickBreaking(Cached[KeyValues]):
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, kv_heads: int = 0):
         super().__init__(dim, heads, causal=causal)
-        self.project(kv_heads)
+        self.create(kv_heads)
 
     def start(self, batch: int, capacity: int) -> KeyValues:
         return kv_cache.empty(batch, self.groups, capacity, self.dim // self.heads, self.weight_like)
@@ -47,7 +47,7 @@ class StickBreaking(Cached[KeyValues]):
     def _run(
         self, x: Tensor, state: KeyValues | None, real: Tensor | None, donate: bool
     ) -> tuple[Tensor, KeyValues | None]:
-        q, k, v = self.heads_of(x, real)
+        q, k, v = self.heads_of(x, real=real)
         if state is None:
             return self.out(merge(stick_breaking.attend(q, k, v))), None
         view, past = kv_cache.extend(state, k, v, mask=real, donate=donate)
