@@ -107,6 +107,15 @@ def test_law(law, spec):
     assert not row.excused or (law, spec) in EXCUSED, row.excused
 
 
+@pytest.mark.parametrize("name", longspan.list_mechanisms())
+def test_new_parameters_are_in_their_range(name):
+    """Training calls ``project`` after each step."""
+    module = longspan.build(name, dim=12, heads=2, causal="causal" in REGISTRY[name].directions)
+    before = [p.clone() for p in module.parameters()]
+    module.project()
+    assert all(map(torch.equal, before, module.parameters()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", longspan.list_mechanisms())
 def test_calls_with_a_mask_or_a_state_are_traced_with_their_gradients(name, monkeypatch):
