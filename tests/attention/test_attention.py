@@ -19,9 +19,9 @@ from longspan.states import nbytes
 # between two clusters goes to the other one. All others are held to the fixed bounds.
 EXCUSED = {("oracle", "fourier"), ("dtypes", "routing")}
 EXCUSED |= {(law, spec) for law in ("oracle", "dtypes") for spec in ("rfa", "rfa(gate=True)")}
-# In float32 these exceed 1e-5 by less than a factor of 4, in one gradient each. mesa: that of the first of few tokens,
-# whose systems and norms magnify it. stick_breaking: that of the bias of its keys, a sum that nearly cancels. dsa: that of
-# weights of the indexer, whose norm has two channels.
+# In float32 these exceed 1e-5 by less than a factor of 4, in one gradient each. mesa: that of the first tokens, whose
+# systems and norms magnify it. stick_breaking: that of the bias of its keys, a sum that nearly cancels. dsa: that of a
+# weight of the indexer, whose norm has two channels.
 EXCUSED |= {("oracle", spec) for spec in ("mesa", "stick_breaking")}
 EXCUSED |= {("oracle", "dsa(keys=3, index_heads=1, index_dim=2, kv_heads=1, rotary=100.0)")}
 # These take seconds each: by the default options every token meets hundreds of slots, which an example does at less

@@ -4,8 +4,8 @@ r"""Ridge regression on all tokens so far, solved anew for each token.
     o_t = G_t^T (H_t + Diag(l))^-1 q_t
 
 Conjugate gradients solve the systems of all tokens at once: a step needs H_t p_t for all t, which is decay attention
-with the queries p, the keys b k and the values k. A token whose system is solved up to rounding takes no more steps. For x_t = (H_t + Diag(l))^-1 q_t, o is decay attention with the
-queries x.
+with the queries p, the keys b k and the values k. A token whose system is solved up to rounding takes no more steps.
+For x_t = (H_t + Diag(l))^-1 q_t, o is decay attention with the queries x.
 
 The gradients are those of the solution, not of the steps: given dx, they are those of -y . (H + Diag(l)) x for fixed x
 and y, where y solves the same systems for dx.
@@ -121,7 +121,7 @@ def _solve(s: Systems) -> Tensor:
     tiny, enough = torch.finfo(s.q.dtype).tiny, torch.finfo(s.q.dtype).eps ** 2
     x, residual = torch.zeros_like(s.q), s.q
     direction, size = residual, residual.square().sum(-1, keepdim=True)
-    # Tokens stop one by one, so that the result does not depend on the others, and where no wait is needed, all together.
+    # Each token stops alone, so that its result does not depend on the others. The loop ends where that needs no wait.
     least, stops = size * enough, s.q.device.type == "cpu" and not followed()
     for _ in range(s.steps):
         if stops and bool((size <= least).all()):
