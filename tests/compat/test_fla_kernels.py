@@ -111,13 +111,13 @@ def preconditioned_rule(q, k, v, g, g_atk, beta, beta_atk):
 def dsa(q, k, v, a, b, w):
     # The indexer's tensors have other layouts.
     index = sparse.picked.choose(a.transpose(1, 2), b.transpose(1, 2), w.mT, positions(q), original.TOP)
-    return sparse.picked.attend(q, k, v, index) + 0 * (a.sum() + b.sum() + w.sum())
+    return sparse.chosen.attend(q, k, v, positions(q), index[:, None], 1) + 0 * (a.sum() + b.sum() + w.sum())
 
 
 def nsa_choice(q, k):
     module = NSA(q.shape[1] * q.shape[3], q.shape[1], block=original.BLOCK, top=original.TOP)
     own = torch.nn.functional.pad(blocked(k), (0, 0, 0, k.shape[2] % original.BLOCK))
-    found = module._choose(q, positions(q), own)
+    found = module._choose(q, own * original.BLOCK, positions(q))
     return found.masked_fill(found < 0, own.shape[2]).sort(-1).values.float()
 
 

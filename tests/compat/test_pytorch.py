@@ -13,9 +13,6 @@ from longspan.attention.linear import Linear
 from longspan.cli import describe
 from longspan.ops.softmax import dense
 
-# Where a rounding moves a token to another cluster, it reads something else; so do those of both clusters. The systems
-# that mesa solves increase it.
-DIVIDING = ("clustered", "improved_clustered", "mesa")
 SPECS = [spec for name in longspan.list_mechanisms() for spec in longspan.mechanism_examples(name)]
 
 
@@ -41,10 +38,11 @@ def test_a_quantized_attention_reads_and_steps(spec):
     assert not any(isinstance(part, nn.Linear) for part in quantized.modules())
     with torch.no_grad():
         y, _ = quantized(x)
-        if attention.name in DIVIDING:
-            assert torch.isclose(y, attention(x)[0], atol=5e-3, rtol=5e-3).double().mean() > 0.5
-        else:
-            torch.testing.assert_close(y, attention(x)[0], atol=5e-3, rtol=5e-3)
+        # The weights of that are rounded alike, so that nothing else rounds as much.
+        for part in attention.modules():
+            if isinstance(part, nn.Linear):
+                part.weight.copy_(part.weight.half())
+        torch.testing.assert_close(y, attention(x)[0], atol=1e-4, rtol=1e-4)
         if quantized.causal:
             first, state = quantized(x[:, :28], quantized.init_state(2, 29))
             last, _ = quantized(x[:, 28:], state)

@@ -67,7 +67,6 @@ SYNCS = {
 # Uploads of a step, which a CUDA graph cannot capture; 0 for all others. They may only fall.
 UPLOADS = {
     "bp": 1,
-    "power": 8,
 }
 
 

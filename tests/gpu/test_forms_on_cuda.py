@@ -194,10 +194,7 @@ def test_launches_do_not_grow_with_the_number_of_chunks(decay, delta, planned, m
 
 
 def test_inverses_are_as_exact_as_substitution():
-    """Within a tenth of u |T^-1| |T| |T^-1| |b|, the first-order bound of both (Higham 2002, sections 8.1 and 14.2).
-
-    How close substitution comes depends on torch's library and the processor.
-    """
+    """Within a tenth of u |T^-1| |T| |T^-1| |b|, the first-order bound of both (Higham 2002, sections 8.1 and 14.2)."""
 
     def keys(like=0.0, norm=1.0):
         found = F.normalize(random(50, 64, 32) + like * random(50, 1, 32, seed=1), dim=-1)
@@ -215,13 +212,11 @@ def test_inverses_are_as_exact_as_substitution():
         right = random(50, 64, 16, seed=2, dtype=torch.float32)
         how = {"upper": False, "unitriangular": True}
         expected = torch.linalg.solve_triangular(triangle.double(), right.double(), **how)
-        usual = torch.linalg.solve_triangular(triangle, right, **how).double()
         found = (pairs.inverted(triangle) @ right).double()
         exact = triangle.double() + torch.eye(64, dtype=torch.float64, device=DEVICE)
         inverse = torch.linalg.inv(exact).abs()
         bound = torch.finfo(torch.float32).eps / 2 * inverse @ exact.abs() @ inverse @ right.double().abs()
-        for solution, share in ((found, 0.1), (usual, 1.0)):
-            assert (solution - expected).norm() <= share * bound.norm(), name
+        assert (found - expected).norm() <= 0.1 * bound.norm(), name
 
 
 @pytest.mark.parametrize("width", [1, 2, 8, 64])

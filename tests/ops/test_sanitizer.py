@@ -20,6 +20,8 @@ BATTERY = tuple(
         "generation/test_engine_recurrent",
         "ops/test_op_laws",
         "ops/test_tiles",
+        "ops/test_chosen",
+        "ops/test_picked",
     )
 )
 

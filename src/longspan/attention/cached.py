@@ -4,33 +4,21 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ops import rows
-from ..ops.operands import followed, zero_masked
-from ..ops.tensors import split
+from ..ops.operands import followed
 from ..states.kv_cache import CacheView, KeyValues
-from .base import Attention, S
+from .base import S
+from .grouped import Grouped
 
 Run = Callable[[Tensor, Any, Tensor | None, bool], tuple[Tensor, Any]]
 
 
-class Cached(Attention[S]):
-    """A subclass calls ``project`` in ``__init__``, and defines ``_run`` for rows that begin with their real tokens."""
+class Cached(Grouped[S]):
+    """A subclass calls ``create`` in ``__init__``, and defines ``_run`` for rows that begin with their real tokens."""
 
     directions = ("causal",)
-
-    def project(self, kv_heads: int) -> None:
-        """Create the projections, with ``kv_heads`` heads of keys and values (0: as many as heads).
-
-        Raises:
-            ValueError: ``kv_heads`` does not divide the number of heads.
-        """
-        self.kv_heads, self.groups = kv_heads, kv_heads or self.heads
-        if self.groups < 0 or self.heads % self.groups:
-            raise ValueError(f"kv_heads={kv_heads} must divide heads={self.heads}")
-        self.query, self.out = nn.Linear(self.dim, self.dim), nn.Linear(self.dim, self.dim)
-        self.key, self.value = (nn.Linear(self.dim, self.dim // self.heads * self.groups) for _ in range(2))
 
     @property
     def positional(self) -> bool:
@@ -72,11 +60,12 @@ class Cached(Attention[S]):
         """x (B,N,dim), of which ``real`` (B,N) marks the first tokens of each row, or all if it is None."""
         raise NotImplementedError(f"{type(self).__name__} defines no _run")
 
-    def heads_of(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries (B,H,N,D), keys and values (B,G,N,D), zero for tokens that are not real."""
-        q, k, v = split(self.query(x), self.heads), split(self.key(x), self.groups), split(self.value(x), self.groups)
-        q, k, v = zero_masked(real, q, k, v)
-        return q, k, v
+
+def check_least(least: int = 1, **options: int) -> None:
+    """Raise ValueError for an option below ``least``."""
+    for option, value in options.items():
+        if value < least:
+            raise ValueError(f"{option}={value} must be at least {least}")
 
 
 def places(view: CacheView, past: KeyValues, start: Tensor, n: int, real: Tensor | None) -> Tensor | None:

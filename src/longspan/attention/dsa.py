@@ -11,11 +11,11 @@ from ..modules.rotary import check_rotary, rotate
 from ..ops.compress import select
 from ..ops.softmax import scores, similarity
 from ..ops.softmax.dense import repeat
-from ..ops.sparse import picked
+from ..ops.sparse import chosen, picked
 from ..ops.tensors import merge, positions, split, upcast_half
 from ..states import kv_cache
 from ..states.kv_cache import KeyValues
-from .cached import Cached
+from .cached import Cached, check_least
 
 
 class DSAState(NamedTuple):
@@ -88,14 +88,10 @@ class DSA(Cached[DSAState]):
         rotary_layout: str = "halves",
     ):
         super().__init__(dim, heads, causal=causal)
-        for option, value in (("keys", keys), ("index_heads", index_heads), ("index_dim", index_dim)):
-            if value < 1:
-                raise ValueError(f"{option}={value} must be at least 1")
-        self.project(kv_heads)
-        for size in (dim // heads, index_dim):
-            check_rotary(rotary, rotary_layout, size)
+        check_least(keys=keys, index_heads=index_heads, index_dim=index_dim)
+        self.create(kv_heads, rotary, rotary_layout)
+        check_rotary(rotary, rotary_layout, index_dim)
         self.keys, self.index_heads, self.index_dim = keys, index_heads, index_dim
-        self.rotary, self.rotary_layout = rotary, rotary_layout
         self.index_query = nn.Linear(dim, index_heads * index_dim, bias=False)
         self.index_key = nn.Linear(dim, index_dim, bias=False)
         self.index_norm = nn.LayerNorm(index_dim)
@@ -142,25 +138,22 @@ class DSA(Cached[DSAState]):
             found, index = kv_cache.extend(state.index, offers, offers[..., :0], mask=real, donate=donate)
             keys, values, offers = view.keys, view.values, found.keys
         q, asks, offers = q.to(keys.dtype), asks.transpose(1, 2), offers[:, 0]
-        chosen = picked.choose(asks, offers, weights, at, self.keys)
+        picks = picked.choose(asks, offers, weights, at, self.keys)
         if losses is not None:
             real = torch.ones_like(at, dtype=torch.bool) if real is None else real
-            losses.append(self._loss(asks, offers, weights, chosen, picked.weights(q, keys, chosen), real))
-        o = picked.attend(q, keys, values, chosen)
+            losses.append(self._loss(asks, offers, weights, picks, picked.weights(q, keys, at, picks), real))
+        o = chosen.attend(q, keys, values, at, picks[:, None], 1)
         return self.out(merge(o)), None if past is None or index is None else DSAState(past, index)
 
     def _projected(
         self, x: Tensor, at: Tensor, real: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]:
         """What the heads read; and of the indexer queries (B,J,N,D_I), keys (B,1,N,D_I), weights of heads (B,N,J)."""
-        q, k, v = self.heads_of(x, real)
-        x = x.detach()
+        heads, x = self.heads_of(x, at, real), x.detach()
         asks, offers = split(self.index_query(x), self.index_heads), self.index_norm(self.index_key(x))[:, None]
         if self.rotary:
-            turn = at, self.rotary, self.rotary_layout
-            q, k, asks, offers = (rotate(t, *turn) for t in (q, k, asks, offers))
-        weights = self.index_weight(x) * (self.index_heads * self.index_dim) ** -0.5
-        return (q, k, v), (asks, offers, weights)
+            asks, offers = (rotate(t, at, self.rotary, self.rotary_layout) for t in (asks, offers))
+        return heads, (asks, offers, self.index_weight(x) * (self.index_heads * self.index_dim) ** -0.5)
 
     def _recorded(
         self,
@@ -188,23 +181,21 @@ class DSA(Cached[DSAState]):
         o = self.out(merge(similarity.attend(p, repeat(view.values, self.heads))))
         return o, None if past is None or index is None else DSAState(past, index)
 
-    def _loss(
-        self, asks: Tensor, offers: Tensor, weights: Tensor, chosen: Tensor, wanted: Tensor, real: Tensor
-    ) -> Loss:
+    def _loss(self, asks: Tensor, offers: Tensor, weights: Tensor, picks: Tensor, wanted: Tensor, real: Tensor) -> Loss:
         """The divergence from the weights that the heads give to the chosen tokens, wanted (B,N,S)."""
         total, count = asks.new_zeros(()), int(real.sum())
-        size = max(1, picked.GATHERED // max(1, len(asks) * chosen.shape[2] * self.index_dim))
+        size = max(1, picked.GATHERED // max(1, len(asks) * picks.shape[2] * self.index_dim))
         for start in range(0, asks.shape[1], size):
             part = slice(start, start + size)
-            given = asks[:, part], offers, weights[:, part], chosen[:, part], wanted[:, part], real[:, part]
+            given = asks[:, part], offers, weights[:, part], picks[:, part], wanted[:, part], real[:, part]
             total = total + checkpoint(_divergence, *given, use_reentrant=False)
         return Loss(total, count)
 
 
-def _divergence(asks: Tensor, offers: Tensor, weights: Tensor, chosen: Tensor, wanted: Tensor, real: Tensor) -> Tensor:
-    keys = picked.gathered(offers[:, None], chosen)[:, 0]
+def _divergence(asks: Tensor, offers: Tensor, weights: Tensor, picks: Tensor, wanted: Tensor, real: Tensor) -> Tensor:
+    keys = picked.gathered(offers[:, None], picks)[:, 0]
     fits = torch.einsum("bnjs,bnj->bns", torch.einsum("bnjd,bnsd->bnjs", asks, keys).relu(), weights)
-    return divergence(fits, chosen >= 0, wanted, real)
+    return divergence(fits, picks >= 0, wanted, real)
 
 
 def divergence(fits: Tensor, chosen: Tensor, wanted: Tensor, real: Tensor) -> Tensor:

@@ -56,7 +56,7 @@ class Forgetting(Cached[ForgettingState]):
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, kv_heads: int = 0):
         super().__init__(dim, heads, causal=causal)
-        self.project(kv_heads)
+        self.create(kv_heads)
         self.forget = nn.Linear(dim, heads)
 
     def start(self, batch: int, capacity: int) -> ForgettingState:
@@ -68,7 +68,7 @@ class Forgetting(Cached[ForgettingState]):
     def _run(
         self, x: Tensor, state: ForgettingState | None, real: Tensor | None, donate: bool
     ) -> tuple[Tensor, ForgettingState | None]:
-        q, k, v = self.heads_of(x, real)
+        q, k, v = self.heads_of(x, real=real)
         (gates,) = zero_masked(real, F.logsigmoid(split(self.forget(x), self.heads).double()))  # (B,H,N,1)
         sums = gates.cumsum(2)
         if state is None:

@@ -29,8 +29,8 @@ class Mesa(Attention[MesaState]):
     Conjugate gradients solve the systems of all tokens together. The gradients are those of the exact solution, so they
     are as exact as the systems are solved: ``residual`` measures that.
 
-    ``steps``: the number of steps of conjugate gradients; D steps are exact but for rounding. ``convolution``: the
-    width of the short convolution in tokens (0: none).
+    ``steps``: the most steps of conjugate gradients; D steps are exact but for rounding, and a solved system takes no
+    more. ``convolution``: the width of the short convolution in tokens (0: none).
 
     $\lambda$ is at least 0.25, and 1 at first.
 

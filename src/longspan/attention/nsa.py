@@ -4,20 +4,16 @@ import torch
 from torch import Tensor, nn
 
 from .. import patterns
-from ..modules.rotary import check_rotary, rotate
 from ..ops import sparse
 from ..ops.softmax import dense, scores
-from ..ops.sparse import chosen, picked
-from ..ops.tensors import merge, positions
-from ..states import block_sums, kv_cache
-from ..states.block_sums import BlockCache
-from .cached import Cached
+from ..ops.sparse import chosen
+from .blockwise import Blockwise, Reading
+from .cached import check_least
 
-SCORES = 2**22  # weights of means in memory at a time
 MEANS = 64  # means that the kernel reads together
 
 
-class NSA(Cached[BlockCache]):
+class NSA(Blockwise):
     r"""Each query reads the means of all blocks, the tokens of the best blocks, and the last tokens, by three gates.
 
     Block $B_u$ holds the tokens $ub, \ldots, ub + b - 1$, and $\bar k_u$ and $\bar v_u$ are its means. The query heads
@@ -57,7 +53,7 @@ class NSA(Cached[BlockCache]):
         2025,
     )
     examples = ("nsa(block=4, top=4, window=5)", "nsa(block=3, top=3, window=6, kv_heads=1, rotary=100.0)")
-    states = (BlockCache,)
+    summed = 2  # keys and values
 
     def __init__(
         self,
@@ -73,88 +69,50 @@ class NSA(Cached[BlockCache]):
         rotary_layout: str = "halves",
     ):
         super().__init__(dim, heads, causal=causal)
-        for option, value, least in (("block", block, 1), ("top", top, 3), ("window", window, 1)):
-            if value < least:
-                raise ValueError(f"{option}={value} must be at least {least}")
-        self.project(kv_heads)
-        check_rotary(rotary, rotary_layout, dim // heads)
-        self.block, self.top, self.window = block, top, window
-        self.rotary, self.rotary_layout = rotary, rotary_layout
-        self.near = patterns.band(window - 1, right=0)
+        self.choose_by(block, top, least=3)
+        check_least(window=window)
+        self.create(kv_heads, rotary, rotary_layout)
+        self.window, self.near = window, patterns.band(window - 1, right=0)
         self.gate = nn.Linear(dim, 3 * heads, bias=False)
 
-    def start(self, batch: int, capacity: int) -> BlockCache:
-        size = self.dim // self.heads
-        return block_sums.empty(batch, self.groups, capacity, size, self.weight_like, width=2 * size)
+    def _summed(self, k: Tensor, v: Tensor) -> Tensor:
+        return torch.cat([k, v], -1)
 
-    def _run(
-        self, x: Tensor, state: BlockCache | None, real: Tensor | None, donate: bool
-    ) -> tuple[Tensor, BlockCache | None]:
-        q, k, v = self.heads_of(x, real)
-        at, _ = positions(x, state and state.past.length)
-        if self.rotary:
-            turn = at, self.rotary, self.rotary_layout
-            q, k = rotate(q, *turn), rotate(k, *turn)
-        keys, values, past, sums = k, v, None, None
-        if state is not None:
-            view, past = kv_cache.extend(state.past, k, v, mask=real, donate=donate)
-            keys, values, sums = view.keys, view.values, state.sums.keys
-        q = q.to(keys.dtype)
-        sums = block_sums.add(sums, torch.cat([k, v], -1), at, self.block, -(-keys.shape[2] // self.block))
-        mean_keys, mean_values = (sums / self.block).split(k.shape[-1], -1)
+    def _fits(self, q: Tensor, sums: Tensor, at: Tensor) -> Tensor:
+        """The weights of the means, summed over the heads that share a head of keys."""
+        means = sums[..., : q.shape[-1]] / self.block
+        fit = scores.products(q.unflatten(1, (self.groups, -1)), means[:, :, None])
+        whole = (torch.arange(means.shape[2], device=q.device) + 1) * self.block - 1 <= at[:, None, None, :, None]
+        return scores.weights(fit, whole).sum(2)
+
+    def _always(self, number: Tensor, own: Tensor) -> Tensor:
+        return (number == 0) | (number == own) | (number == own - 1)
+
+    def _read(self, r: Reading) -> Tensor:
         # A query sees the means of all whole blocks before it. They are read in blocks of ``MEANS`` means.
-        whole = (at + 1) // self.block - 1
-        every = torch.arange(-(-sums.shape[2] // MEANS), device=x.device).expand(*keys.shape[:2], x.shape[1], -1)
-        summary = chosen.attend(q, mean_keys.to(q.dtype), mean_values.to(q.dtype), whole, every, MEANS)
-        with torch.no_grad():
-            blocks = self._choose(q, at, mean_keys)
-        best = chosen.attend(q, keys, values, at, blocks, self.block)
-        near = self._near(q, k, v, keys, values, state, real)
-        gates = self.gate(x).sigmoid().unflatten(-1, (self.heads, 3)).transpose(1, 2)[..., None]  # (B,H,N,3,1)
-        first, second, third = gates.to(best.dtype).unbind(3)
-        o = first * summary + second * best + third * near
-        return self.out(merge(o)), past and block_sums.after(past, sums, self.block)
+        mean_keys, mean_values = (r.sums / self.block).to(r.q.dtype).split(r.k.shape[-1], -1)
+        whole, count = (r.at + 1) // self.block - 1, -(-r.sums.shape[2] // MEANS)
+        every = torch.arange(count, device=r.x.device).expand(*r.keys.shape[:2], r.x.shape[1], -1)
+        branches = (
+            chosen.attend(r.q, mean_keys, mean_values, whole, every, MEANS),
+            chosen.attend(r.q, r.keys, r.values, r.at, r.blocks, self.block),
+            self._near(r),
+        )
+        gates = self.gate(r.x).sigmoid().unflatten(-1, (self.heads, 3)).transpose(1, 2)[..., None]  # (B,H,N,3,1)
+        first, second, third = (g * o for g, o in zip(gates.to(r.q.dtype).unbind(3), branches, strict=True))
+        return first + second + third
 
-    def _weights(self, q: Tensor, at: Tensor, keys: Tensor) -> Tensor:
-        """The weights of the means (B,H,N,blocks) for queries (B,H,N,D) at the positions (B,N)."""
-        fit = scores.products(q.unflatten(1, (self.groups, -1)), keys[:, :, None]).flatten(1, 2)
-        whole = (torch.arange(keys.shape[2], device=q.device) + 1) * self.block - 1 <= at[:, None, :, None]
-        return scores.weights(fit, whole)
-
-    def _choose(self, q: Tensor, at: Tensor, keys: Tensor) -> Tensor:
-        """The blocks that the heads of each head of keys share, (B,G,N,S), -1 for none."""
-        number, found = torch.arange(keys.shape[2], device=q.device), []
-        step = max(1, SCORES // (q.shape[0] * self.heads * len(number)))
-        for some, place in zip(q.split(step, 2), at.split(step, 1), strict=True):
-            fit = self._weights(some, place, keys).unflatten(1, (self.groups, -1)).sum(2)
-            own = (place // self.block)[:, None, :, None]
-            always = (number == 0) | (number == own) | (number == own - 1)
-            # Weights of a group add up to less than these; blocks without a weight come last.
-            fit = fit.masked_fill(always, torch.inf).masked_fill(number > own, -torch.inf)
-            found.append(picked.largest(fit, self.top))
-        return torch.cat(found, 2)
-
-    def _near(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        state: BlockCache | None,
-        real: Tensor | None,
-    ) -> Tensor:
-        """The sliding window: new tokens (B,G,N,D), all tokens (B,G,M,D)."""
-        if state is None:
-            return sparse.attend(q, k, v, self.near)
+    def _near(self, r: Reading) -> Tensor:
+        """The sliding window."""
+        if r.before is None:
+            return sparse.attend(r.q, r.k, r.v, self.near)
         # The tokens of the window before the first new one, and the new ones; some may not exist.
-        n = q.shape[2]
-        place = state.past.length[:, None] + torch.arange(1 - self.window, n, device=q.device)
-        there = (place >= 0) & (place < keys.shape[2])
-        index = place.clamp(0, keys.shape[2] - 1)[:, None, :, None]
-        own_keys, own_values = (t.gather(2, index.expand(*t.shape[:2], -1, t.shape[-1])) for t in (keys, values))
+        n, m = r.q.shape[2], r.keys.shape[2]
+        place = r.before[:, None] + torch.arange(1 - self.window, n, device=r.q.device)
+        there, index = (place >= 0) & (place < m), place.clamp(0, m - 1)[:, None, :, None]
+        keys, values = (t.gather(2, index.expand(*t.shape[:2], -1, t.shape[-1])) for t in (r.keys, r.values))
         if n == 1:
-            return dense.attend(q, own_keys, own_values, mask=there[:, None, None])
-        if real is not None:
-            there = there & torch.nn.functional.pad(real, (self.window - 1, 0), value=True)
-        return sparse.attend(q, own_keys, own_values, self.near, mask=there)
+            return dense.attend(r.q, keys, values, mask=there[:, None, None])
+        if r.real is not None:
+            there = there & torch.nn.functional.pad(r.real, (self.window - 1, 0), value=True)
+        return sparse.attend(r.q, keys, values, self.near, mask=there)

@@ -64,7 +64,7 @@ class PaTH(Cached[PaTHState]):
         super().__init__(dim, heads, causal=causal)
         if rank < 0:
             raise ValueError(f"rank={rank} must be positive, or 0 for one matrix")
-        self.project(kv_heads)
+        self.create(kv_heads)
         self.rank, self.convolution = rank, convolution
         width = dim // heads * self.groups
         sizes = [dim, *([rank] if rank else []), width]
@@ -83,7 +83,7 @@ class PaTH(Cached[PaTHState]):
     def _run(
         self, x: Tensor, state: PaTHState | None, real: Tensor | None, donate: bool
     ) -> tuple[Tensor, PaTHState | None]:
-        q, k, v = self.heads_of(x, real)
+        q, k, v = self.heads_of(x, real=real)
         past, recent = self.start(len(x), 0) if state is None else state
         w = self.direction(x)
         if self.mix is not None:

@@ -12,6 +12,7 @@ from ..ops.tensors import merge, positions, split
 from ..states import kv_cache
 from ..states.kv_cache import CachedContext, CacheView, KeyValues
 from .base import Attention
+from .grouped import check_groups
 from .validation import check_width
 
 
@@ -70,9 +71,7 @@ class Softmax(Attention[KeyValues | CachedContext]):
         qk_norm: float = 0.0,
     ):
         super().__init__(dim, heads, causal=causal)
-        groups = kv_heads or heads
-        if groups < 0 or heads % groups:
-            raise ValueError(f"kv_heads={kv_heads} must divide heads={heads}")
+        groups = check_groups(kv_heads, heads)
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout={dropout} must be in [0, 1)")
         if head_dim < 0 or qk_norm < 0:

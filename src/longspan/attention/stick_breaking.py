@@ -40,7 +40,7 @@ class StickBreaking(Cached[KeyValues]):
 
     def __init__(self, dim: int, heads: int, *, causal: bool = True, kv_heads: int = 0, current: bool = False):
         super().__init__(dim, heads, causal=causal)
-        self.project(kv_heads)
+        self.create(kv_heads)
         self.current = current
 
     def start(self, batch: int, capacity: int) -> KeyValues:
@@ -49,7 +49,7 @@ class StickBreaking(Cached[KeyValues]):
     def _run(
         self, x: Tensor, state: KeyValues | None, real: Tensor | None, donate: bool
     ) -> tuple[Tensor, KeyValues | None]:
-        q, k, v = self.heads_of(x, real)
+        q, k, v = self.heads_of(x, real=real)
         if state is None:
             return self.out(merge(stick_breaking.attend(q, k, v, current=self.current))), None
         view, past = kv_cache.extend(state, k, v, mask=real, donate=donate)

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ...ops import sparse
-from ...ops.sparse import picked, sums
+from ...ops.sparse import chosen, sums
 from ...ops.tensors import upcast_half
 from . import masks
 from .counting import counted
@@ -138,7 +138,8 @@ def attend(
         index = indices.long().masked_fill(~_open(attention_mask[:, 0].gather(-1, indices.long())), -1)
         if not dropout and query.is_cpu and not torch.compiler.is_compiling():
             with counted(calls, ", for tokens that an indexer chose"):
-                out = picked.attend(query * (scale * query.shape[-1] ** 0.5), key, value, index)
+                last = index.new_full(index.shape[:2], key.shape[2] - 1)
+                out = chosen.attend(query * (scale * query.shape[-1] ** 0.5), key, value, last, index[:, None], 1)
             return out.transpose(1, 2).contiguous(), None
         # One more column for those that are hidden.
         shown = torch.zeros(*index.shape[:2], key.shape[2] + 1, dtype=torch.bool, device=index.device)

@@ -4,8 +4,8 @@ r"""Ridge regression on all tokens so far, solved anew for each token.
     o_t = G_t^T (H_t + Diag(l))^-1 q_t
 
 Conjugate gradients solve the systems of all tokens at once: a step needs H_t p_t for all t, which is decay attention
-with the queries p, the keys b k and the values k. For x_t = (H_t + Diag(l))^-1 q_t, o is decay attention with the
-queries x.
+with the queries p, the keys b k and the values k. A token whose system is solved up to rounding takes no more steps.
+For x_t = (H_t + Diag(l))^-1 q_t, o is decay attention with the queries x.
 
 The gradients are those of the solution, not of the steps: given dx, they are those of -y . (H + Diag(l)) x for fixed x
 and y, where y solves the same systems for dx.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..custom_ops import register
-from ..operands import double_backward, transformed
+from ..operands import double_backward, followed, transformed
 from . import recur
 from .decays import LOWEST
 
@@ -66,7 +66,7 @@ def attend(
         beta: $\beta_t \ge 0$, (B,H,N).
         log_decay: $g_t \le 0$, (B,H,N).
         ridge: $\lambda > 0$, (H,D).
-        steps: D steps are exact, up to rounding.
+        steps: The most steps; D are exact, up to rounding.
         state: (B,H,D,D+E): H, and G beside it.
         mask: (B,N) bool, as in ``decay_attention``.
         segments: (B,N) int64, as there.
@@ -118,13 +118,17 @@ def _solve(s: Systems) -> Tensor:
         def product(p: Tensor) -> Tensor:
             return _product(p, s)
 
-    tiny = torch.finfo(s.q.dtype).tiny
+    tiny, enough = torch.finfo(s.q.dtype).tiny, torch.finfo(s.q.dtype).eps ** 2
     x, residual = torch.zeros_like(s.q), s.q
     direction, size = residual, residual.square().sum(-1, keepdim=True)
+    # Each token stops alone, so that its result does not depend on the others. The loop ends where that needs no wait.
+    least, stops = size * enough, s.q.device.type == "cpu" and not followed()
     for _ in range(s.steps):
+        if stops and bool((size <= least).all()):
+            break
         ahead = product(direction)
-        # Both are 0 once a system is solved.
         step = size / (direction * ahead).sum(-1, keepdim=True).clamp(min=tiny)
+        step = step.masked_fill(size <= least, 0.0)
         x, residual = x + step * direction, residual - step * ahead
         before, size = size, residual.square().sum(-1, keepdim=True)
         direction = residual + size / before.clamp(min=tiny) * direction

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from ..._utils.constants import constant
 from .. import gated
 from ..backends import select_backend
 from ..gated.decays import LOWEST
@@ -50,9 +51,9 @@ class Power(NamedTuple):
 
     degree: int  # even
     eps: float
-    halves: list[list[int]]  # for each factor of half the degree, its channel in each product
-    both: list[list[int]]  # for each of the two halves, its number in each product
-    scales: list[float]  # the root of the number of orders of each product
+    halves: tuple[tuple[int, ...], ...]  # for each factor of half the degree, its channel in each product
+    both: tuple[tuple[int, ...], ...]  # for each of the two halves, its number in each product
+    scales: tuple[float, ...]  # the root of the number of orders of each product
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
         return (q @ k.mT) ** self.degree
@@ -62,14 +63,14 @@ class Power(NamedTuple):
         # Channels are rows here, whose tokens are adjacent, since rows are selected faster than columns.
         rows = x.mT.contiguous()
 
-        def chosen(rows: Tensor, numbers: list[int]) -> Tensor:
-            return rows.index_select(-2, torch.tensor(numbers, device=x.device))
+        def chosen(rows: Tensor, numbers: tuple[int, ...]) -> Tensor:
+            return rows.index_select(-2, constant(numbers, torch.int64, x.device))
 
         half = chosen(rows, self.halves[0])
         for channels in self.halves[1:]:
             half = half * chosen(rows, channels)
         first, second = (chosen(half, numbers) for numbers in self.both)
-        return (first * second * torch.tensor(self.scales, dtype=x.dtype, device=x.device)[:, None]).mT
+        return (first * second * constant(self.scales, x.dtype, x.device)[:, None]).mT
 
     def size(self, dim: int) -> int:
         return len(self.scales)
@@ -80,10 +81,10 @@ def power(dim: int, degree: int, eps: float) -> Power:
     chosen = itertools.combinations_with_replacement
     number = {half: i for i, half in enumerate(chosen(range(dim), degree // 2))}
     products = list(chosen(range(dim), degree))
-    both = [[number[one[: degree // 2]] for one in products], [number[one[degree // 2 :]] for one in products]]
+    first, second = ([number[one[part]] for one in products] for part in (slice(degree // 2), slice(degree // 2, None)))
     equal = [math.prod(math.factorial(one.count(channel)) for channel in set(one)) for one in products]
-    scales = [(math.factorial(degree) / orders) ** 0.5 for orders in equal]
-    return Power(degree, eps, [list(t) for t in zip(*number, strict=True)], both, scales)
+    scales = ((math.factorial(degree) / orders) ** 0.5 for orders in equal)
+    return Power(degree, eps, tuple(zip(*number, strict=True)), (tuple(first), tuple(second)), tuple(scales))
 
 
 def similarity(q: Tensor, k: Tensor, constant: float, taylor: bool) -> Tensor:

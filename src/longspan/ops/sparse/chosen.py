@@ -2,38 +2,25 @@
 
 import ctypes
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends import choose_backend
-from ..custom_ops import operation
+from ..custom_ops import contiguous_like, operation
 from ..native import call
 from ..native.build.openmp import threads
 from ..operands import TRANSFORMED, materialize_neg, transformed
 from ..softmax.dense import repeat
 from ..tensors import per_root
+from . import picked
 from .definition import weighted
+from .picked import Chosen
 
 OP, SERVED = "attention to chosen blocks", ("reference", "torch", "native")
-UNIT = "pattern/chosen"
 TILE = 64  # queries of a block that are gathered together
 LOGITS = {"cpu": 2**20, "cuda": 2**26}  # logits in memory at a time
-
-
-class Chosen(NamedTuple):
-    """Operands of ``attend``."""
-
-    q: Tensor  # (B,H,N,D)
-    k: Tensor  # (B,G,M,D)
-    v: Tensor  # (B,G,M,E)
-    at: Tensor  # (B,N) int64
-    blocks: Tensor  # (B,H|G,N,S) int64
-    size: int
-    scale: float
-    native: bool  # use the C++ kernels
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor, blocks: Tensor, size: int) -> Tensor:
@@ -48,9 +35,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor, blocks: Tensor, size: in
         k: (B,G,M,D) keys at positions 0 ... M - 1; G divides H.
         v: (B,G,M,E) values.
         at: (B,N) int64, the positions of the queries.
-        blocks: (B,H,N,S) or (B,G,N,S) int64, S different blocks for each query, or one choice for all heads that share
-            a head of keys. A negative number stands for no block.
-        size: Keys of a block.
+        blocks: (B,H,N,S), (B,G,N,S) or (B,1,N,S) int64, S different blocks for each query, or one choice for all heads
+            that share a head of keys, or for all heads. A negative number stands for no block.
+        size: Keys of a block. Blocks of one token that all heads share are read one by one.
 
     Returns:
         The output (B,H,N,E), 0 for a query that sees no key.
@@ -61,7 +48,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor, blocks: Tensor, size: in
     q, k, v = materialize_neg(q, k, v)
     if not q.numel() or not v.numel():
         return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum())
-    backend = choose_backend(OP, SERVED, {"native": _why_not(q, k, v)}, "reference" if transformed() else "")
+    why_not = call.why_not(q, k, v, None, family="pattern")
+    why_not = why_not or ("" if call.available(_unit(blocks, size)) else "they could not be compiled")
+    backend = choose_backend(OP, SERVED, {"native": why_not}, "reference" if transformed() else "")
     if backend == "torch" and transformed():
         raise ValueError(f"backend 'torch' cannot serve this call of {OP}: {TRANSFORMED}")
     if backend == "torch" and q.shape[2] == 1:
@@ -91,9 +80,8 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, at: Tensor, blocks: Tensor, size
     return weighted(logits, v, seen)[0]
 
 
-def _why_not(q: Tensor, k: Tensor, v: Tensor) -> str:
-    reason = call.why_not(q, k, v, None, family="pattern")
-    return reason or ("" if call.available(UNIT) else "they could not be compiled")
+def _unit(blocks: Tensor, size: int) -> str:
+    return "pattern/picked" if size == blocks.shape[1] == 1 else "pattern/chosen"
 
 
 def _plain(r: Chosen) -> tuple[Tensor, Tensor]:
@@ -106,9 +94,12 @@ def _plain(r: Chosen) -> tuple[Tensor, Tensor]:
 
 
 def _forward(r: Chosen) -> tuple[Tensor, Tensor]:
+    out, lse = _shapes(r)
     if r.native:
-        out, lse = _shapes(r)
-        _run("longspan_chosen_forward", r, (r.q, r.k, r.v, out), lse)
+        _run("forward", r, lse, r.q, r.k, r.v, out)
+        return out, lse
+    if r.size == r.blocks.shape[1] == 1:
+        picked.forward(r, out, lse)
         return out, lse
     tiles, wide = _Tiles(r), _wide(r.q)
     q, keys, values = tiles.queries(r.q), tiles.keys(r.k), tiles.keys(r.v)
@@ -132,9 +123,11 @@ def _forward(r: Chosen) -> tuple[Tensor, Tensor]:
 def _backward(r: Chosen, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v: p = exp(logit - lse), dS = p (grad . v - grad . out)."""
     if r.native:
-        dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (r.q, r.k, r.v))
-        _run("longspan_chosen_backward", r, (r.q, r.k, r.v, out, grad, dq, dk, dv), lse)
+        dq, dk, dv = (contiguous_like(x) for x in (r.q, r.k, r.v))
+        _run("backward", r, lse.contiguous(), r.q, r.k, r.v, out, grad, dq, dk, dv)
         return dq, dk, dv
+    if r.size == r.blocks.shape[1] == 1:
+        return picked.backward(r, grad, out, lse)
     tiles, wide = _Tiles(r), _wide(r.q)
     q, up, keys, values = tiles.queries(r.q), tiles.queries(grad), tiles.keys(r.k), tiles.keys(r.v)
     delta = F.pad((up.to(wide) * tiles.queries(out).to(wide)).sum(-1), (0, 1))
@@ -208,13 +201,14 @@ class _Tiles:
         return x.masked_fill_(j > self.at[rows][..., None], -torch.inf)
 
 
-def _run(name: str, r: Chosen, tensors: tuple[Tensor, ...], lse: Tensor) -> None:
+def _run(name: str, r: Chosen, lse: Tensor, *tensors: Tensor) -> None:
     (batch, heads, n, dim), (groups, m) = r.q.shape, r.k.shape[1:3]
     sizes = (batch, heads, groups, n, m, dim, r.v.shape[-1], r.size, r.blocks.shape[-1], r.blocks.shape[1])
-    lse = lse.contiguous()
-    failed = getattr(call.kernels(UNIT), name)(
-        *call.pointers(*tensors, lse, r.at, r.blocks),
+    unit = _unit(r.blocks, r.size)
+    failed = getattr(call.kernels(unit), f"longspan_{unit.removeprefix('pattern/')}_{name}")(
+        (ctypes.c_void_p * len(tensors))(*call.pointers(*tensors)),
         call.strides(*tensors),
+        *call.pointers(lse, r.at, r.blocks),
         (ctypes.c_long * len(sizes))(*sizes),
         call.TYPES[r.v.dtype],
         r.scale,

@@ -1,4 +1,4 @@
-"""Softmax attention to tokens that each query picks, and the choice of the tokens with the largest scores."""
+"""The choice of the tokens with the largest scores, and the form of ``chosen`` that gathers single tokens."""
 
 import ctypes
 from typing import NamedTuple
@@ -8,28 +8,27 @@ from torch import Tensor
 
 from ..backends import choose_backend
 from ..compress import select
-from ..custom_ops import operation, register
+from ..custom_ops import contiguous_like, register
 from ..native import call
 from ..native.build.openmp import threads
-from ..operands import TRANSFORMED, materialize_neg, transformed
-from ..softmax.dense import repeat
+from ..operands import transformed
 from ..tensors import per_root, upcast_half
-from .definition import weighted
 
-OP, SERVED = "attention to picked tokens", ("reference", "torch", "native")
-CHOICE = "choice of the largest scores"
+OP, SERVED = "choice of the largest scores", ("reference", "torch", "native")
 UNIT = "pattern/picked"
 GATHERED = 2**24  # elements of copied keys in memory at a time
 SCORES = 2**22  # scores in memory at a time
 
 
-class Picked(NamedTuple):
-    """Operands of ``attend``."""
+class Chosen(NamedTuple):
+    """Operands of attention to chosen blocks."""
 
     q: Tensor  # (B,H,N,D)
     k: Tensor  # (B,G,M,D)
     v: Tensor  # (B,G,M,E)
-    index: Tensor  # (B,N,S) int64
+    at: Tensor  # (B,N) int64
+    blocks: Tensor  # (B,H|G|1,N,S) int64
+    size: int
     scale: float
     native: bool  # use the C++ kernels
 
@@ -58,7 +57,7 @@ def choose(q: Tensor, k: Tensor, weights: Tensor, at: Tensor, picks: int) -> Ten
     given, at = [upcast_half(t).contiguous() for t in (q, k, weights)], at.contiguous()
     why_not = call.unreadable(*given) or ("" if given[0].dtype == torch.float32 else "they take float32")
     why_not = why_not or ("" if call.available(UNIT) else "they could not be compiled")
-    backend = choose_backend(CHOICE, SERVED, {"native": why_not}, "reference" if transformed() else "")
+    backend = choose_backend(OP, SERVED, {"native": why_not}, "reference" if transformed() else "")
     if backend == "native":
         return _choose(*given, at, picks)
     found, size = [], n if backend == "reference" else max(1, SCORES // max(batch * heads * m, 1))
@@ -89,36 +88,22 @@ def largest(x: Tensor, picks: int) -> Tensor:
     return best.masked_fill(best == none, -1)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, index: Tensor) -> Tensor:
-    """Attend from each query to the tokens that it picked, the same for all heads, in O(N S D).
+def weights(q: Tensor, k: Tensor, at: Tensor, index: Tensor) -> Tensor:
+    """Return the weights of picked tokens, summed over the heads, without gradients, some queries at a time.
 
     Args:
         q: (B,H,N,D) queries.
-        k: (B,G,M,D) keys; G divides H.
-        v: (B,G,M,E) values.
-        index: (B,N,S) int64, different numbers of tokens; a negative one stands for none.
+        k: (B,G,M,D) keys.
+        at: (B,N) int64, the positions of the queries.
+        index: (B,N,S) int64, the tokens; a negative number stands for none.
 
     Returns:
-        The output (B,H,N,E), 0 for a query without tokens.
+        (B,N,S).
     """
-    q, k, v = materialize_neg(q, k, v)
-    if not q.numel() or not v.numel():
-        return q.new_zeros(*q.shape[:3], v.shape[-1]) + 0 * (q.sum() + k.sum() + v.sum())
-    why_not = call.why_not(q, k, v, None, family="pattern")
-    why_not = why_not or ("" if call.available(UNIT) else "they could not be compiled")
-    backend = choose_backend(OP, SERVED, {"native": why_not}, "reference" if transformed() else "")
-    if backend == "torch" and transformed():
-        raise ValueError(f"backend 'torch' cannot serve this call of {OP}: {TRANSFORMED}")
-    r = Picked(q, k, v, index.contiguous(), per_root(q.shape[-1]), backend == "native")
-    return _plain(r)[0] if backend == "reference" else _attend(r)[0]
-
-
-def weights(q: Tensor, k: Tensor, index: Tensor) -> Tensor:
-    """Return the weights of ``attend``, summed over the heads: (B,N,S), without gradients, some queries at a time."""
-    r, found = Picked(q.detach(), k.detach(), k.detach(), index, per_root(q.shape[-1]), False), []
+    r, found = Chosen(q.detach(), k.detach(), k.detach(), at, index[:, None], 1, per_root(q.shape[-1]), False), []
     with torch.no_grad():
         for part in _pieces(r):
-            logits, seen, _ = _logits(r, part)
+            logits, seen = _logits(r, part)[:2]
             p = logits.masked_fill(~seen.any(-1, keepdim=True), 0.0).softmax(-1).masked_fill(~seen, 0.0)
             found.append(p.sum((1, 2)))
     return torch.cat(found, 1)
@@ -160,96 +145,48 @@ def _places(x: Tensor, picks: int) -> Tensor:
 _choose, _largest = register("choose", _run_choose, _chosen), register("largest", _run_largest, _places)
 
 
-def _pieces(r: Picked) -> list[slice]:
+def _pieces(r: Chosen) -> list[slice]:
     batch, groups, _, dim = r.k.shape
-    size = max(1, GATHERED // max(1, batch * r.index.shape[2] * max(groups * dim, r.q.shape[1])))
+    size = max(1, GATHERED // max(1, batch * r.blocks.shape[3] * max(groups * dim, r.q.shape[1])))
     return [slice(start, start + size) for start in range(0, r.q.shape[2], size)]
 
 
-def _logits(r: Picked, part: slice) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits (B,G,R,n,S) of some queries, -inf where there is no token, which tokens there are, and the keys."""
-    keys = gathered(r.k, r.index[:, part])
+def _logits(r: Chosen, part: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Logits (B,G,R,n,S) of some queries, -inf where there is no token, which tokens there are, their keys, numbers."""
+    index = r.blocks[:, 0, part]
+    seen = (index >= 0) & (index < r.k.shape[2]) & (index <= r.at[:, part, None])
+    index = index.masked_fill(~seen, 0)
+    keys, seen = gathered(r.k, index), seen[:, None, None]
     q = r.q[:, :, part].unflatten(1, (r.k.shape[1], -1))
     logits = torch.einsum("bgrnd,bgnsd->bgrns", q, keys).to(torch.promote_types(q.dtype, torch.float32)) * r.scale
-    seen = (r.index[:, part] >= 0)[:, None, None]
-    return logits.masked_fill(~seen, -torch.inf), seen, keys
+    return logits.masked_fill(~seen, -torch.inf), seen, keys, index
 
 
-def _plain(r: Picked) -> tuple[Tensor, Tensor]:
-    """The definition, over all pairs."""
-    heads, m = r.q.shape[1], r.k.shape[2]
-    seen = torch.zeros(*r.index.shape[:2], m + 1, dtype=torch.bool, device=r.q.device)
-    seen = seen.scatter(-1, r.index.masked_fill(r.index < 0, m), True)[:, None, :, :m]
-    logits = (r.q @ repeat(r.k, heads).mT).to(torch.promote_types(r.q.dtype, torch.float32)) * r.scale
-    out, _, lse = weighted(logits, repeat(r.v, heads), seen)
-    return out, lse.detach()
-
-
-def _forward(r: Picked) -> tuple[Tensor, Tensor]:
-    out, lse = _shapes(r)
-    if r.native:
-        _run("longspan_picked_forward", r, (r.q, r.k, r.v, out), lse)
-        return out, lse
+def forward(r: Chosen, out: Tensor, lse: Tensor) -> None:
+    """Write the output and the log-sum-exp of each row, for one choice of blocks of one token for all heads."""
     for part in _pieces(r):
-        logits, seen, _ = _logits(r, part)
+        logits, seen, _, index = _logits(r, part)
         found = logits.logsumexp(-1)
         p = (logits - found.masked_fill(~seen.any(-1), 0.0)[..., None]).exp().to(r.v.dtype)
-        o = torch.einsum("bgrns,bgnse->bgrne", p, gathered(r.v, r.index[:, part]))
+        o = torch.einsum("bgrns,bgnse->bgrne", p, gathered(r.v, index))
         out[:, :, part], lse[:, :, part] = o.flatten(1, 2), found.flatten(1, 2)
-    return out, lse
 
 
-def _backward(r: Picked, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v: p = exp(logit - lse), dS = p (grad . v - grad . out)."""
-    if r.native:
-        return _run_backward(r, grad, out, lse)
+def backward(r: Chosen, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k, v: p = exp(logit - lse), dS = p (grad . v - grad . out)."""
     groups, wide = r.k.shape[1], lse.dtype
-    dq = torch.empty_like(r.q, memory_format=torch.contiguous_format)
+    dq = contiguous_like(r.q)
     dk, dv = (torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (r.k, r.v))
     delta = (grad.to(wide) * out.to(wide)).sum(-1)
     for part in _pieces(r):
-        logits, seen, keys = _logits(r, part)
+        logits, seen, keys, index = _logits(r, part)
         q, up, sums, less = (x[:, :, part].unflatten(1, (groups, -1)) for x in (r.q, grad, lse, delta))
         p = (logits - sums.masked_fill(~seen.any(-1), 0.0)[..., None]).exp()
-        ds = torch.einsum("bgrne,bgnse->bgrns", up, gathered(r.v, r.index[:, part])).to(wide)
+        ds = torch.einsum("bgrne,bgnse->bgrns", up, gathered(r.v, index)).to(wide)
         ds = ((ds - less[..., None]) * p * r.scale).to(q.dtype)
         dq[:, :, part] = torch.einsum("bgrns,bgnsd->bgrnd", ds, keys).flatten(1, 2)
-        place = r.index[:, part].clamp(min=0).flatten(1)[:, None, :, None]
+        place = index.flatten(1)[:, None, :, None]
         for total, grads, rows in ((dk, ds, q), (dv, p.to(q.dtype), up)):
             each = torch.einsum("bgrns,bgrnd->bgnsd", grads, rows).flatten(2, 3).to(wide)
             total.scatter_add_(2, place.expand_as(each), each)
     return dq, dk.to(r.k.dtype), dv.to(r.v.dtype)
-
-
-def _run_backward(r: Picked, grad: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    library, dq = call.kernels(UNIT), torch.empty_like(r.q, memory_format=torch.contiguous_format)
-    parts, vector = library.longspan_picked_parts(), library.longspan_picked_vector()
-    sums = [torch.zeros(parts, *x.shape[:3], -(-x.shape[-1] // vector) * vector, device=x.device) for x in (r.k, r.v)]
-    _run("longspan_picked_backward", r, (r.q, r.k, r.v, out, grad, dq), *sums, lse)
-    dk, dv = (
-        total.sum(0)[..., : x.shape[-1]].to(x.dtype).contiguous() for total, x in zip(sums, (r.k, r.v), strict=True)
-    )
-    return dq, dk, dv
-
-
-def _run(name: str, r: Picked, tensors: tuple[Tensor, ...], *others: Tensor) -> None:
-    (batch, heads, n, dim), (groups, m) = r.q.shape, r.k.shape[1:3]
-    sizes = (ctypes.c_long * 8)(batch, heads, groups, n, m, dim, r.v.shape[-1], r.index.shape[-1])
-    others = tuple(t.contiguous() for t in others)
-    failed = getattr(call.kernels(UNIT), name)(
-        *call.pointers(*tensors, *others, r.index),
-        call.strides(*tensors),
-        sizes,
-        call.TYPES[r.v.dtype],
-        r.scale,
-        threads(),
-    )
-    call.check_allocated(failed, "keys")
-
-
-def _shapes(r: Picked) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(r.q.dtype, torch.float32)
-    return r.v.new_empty(*r.q.shape[:3], r.v.shape[-1]), r.q.new_empty(r.q.shape[:3], dtype=wide)
-
-
-_attend = operation("picked", Picked, _forward, shapes=_shapes, again=_plain, inputs=3, backward=_backward)

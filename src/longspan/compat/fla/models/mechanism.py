@@ -47,12 +47,14 @@ class Mechanism(Mixer):
     def forward(self, x: Tensor, state: Any, call: Call) -> tuple[Tensor, Any]:
         return self.attend(x, state, **call.packing)
 
-    def heads_of(self, x: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values of the mechanism, with norms if the layer has them."""
-        q, k, v = super().heads_of(x, real)  # pyright: ignore[reportAttributeAccessIssue]
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return q, k, v
+    def heads_of(
+        self, x: Tensor, at: Tensor | None = None, real: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of the mechanism, with norms before the rotation if the layer has them."""
+        if self.q_norm is None or self.k_norm is None:
+            return super().heads_of(x, at, real)  # pyright: ignore[reportAttributeAccessIssue]
+        q, k, v = super().heads_of(x, None, real)  # pyright: ignore[reportAttributeAccessIssue]
+        return *self.rotated(self.q_norm(q), self.k_norm(k), at), v
 
     def out(self, o: Tensor) -> Tensor:
         """Return o (B,N,width) as it is: ``_run`` projects it after the layer's gate."""

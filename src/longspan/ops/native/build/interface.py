@@ -78,16 +78,14 @@ FAMILIES: dict[str, dict[str, Functions]] = {
             "longspan_pattern_backward": (INT, (*[POINTER] * 18, INT, FLOAT, FLOAT, INT)),
         },
         "chosen": {
-            "longspan_chosen_forward": (INT, (*[POINTER] * 9, INT, FLOAT, INT)),
-            "longspan_chosen_backward": (INT, (*[POINTER] * 13, INT, FLOAT, INT)),
+            "longspan_chosen_forward": (INT, (*[POINTER] * 6, INT, FLOAT, INT)),
+            "longspan_chosen_backward": (INT, (*[POINTER] * 6, INT, FLOAT, INT)),
         },
         "picked": {
-            "longspan_picked_forward": (INT, (*[POINTER] * 8, INT, FLOAT, INT)),
-            "longspan_picked_backward": (INT, (*[POINTER] * 12, INT, FLOAT, INT)),
+            "longspan_picked_forward": (INT, (*[POINTER] * 6, INT, FLOAT, INT)),
+            "longspan_picked_backward": (INT, (*[POINTER] * 6, INT, FLOAT, INT)),
             "longspan_picked_choose": (INT, (*[POINTER] * 6, INT)),
             "longspan_picked_largest": (INT, (*[POINTER] * 2, *[LONG] * 3, INT)),
-            "longspan_picked_parts": (LONG, ()),
-            "longspan_picked_vector": (LONG, ()),
         },
         "stick": {
             "longspan_stick_forward": (INT, (*[POINTER] * 6, INT, FLOAT, INT)),
