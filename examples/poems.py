@@ -11,6 +11,8 @@ python examples/poems.py load
 A text is a form, a title and lines: "五絕《登鸛雀樓》\n白日依山盡，黃河入海流。\n欲窮千里目，更上一層樓。"
 """
 
+# ruff: noqa: RUF001 (punctuation of Chinese)
+
 import argparse
 import collections
 import itertools
@@ -287,7 +289,7 @@ def load(args):
     command += ["--slots", str(args.streams), "--queue", str(args.streams)]
 
     async def ask(port, i):
-        body = json.dumps({"prompt": f"七律《春夜》\n", "max_tokens": 96, "seed": i, "stream": True}).encode()
+        body = json.dumps({"prompt": "七律《春夜》\n", "max_tokens": 96, "seed": i, "stream": True}).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         head = "POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
         writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)

@@ -4,8 +4,8 @@
     python -m longspan_lab.tools shipped runs/mnist --data mnist
 
 writes ``src/longspan/models/pretrained/mnist``: the weights in bfloat16, and ``record.json`` with the settings of the
-training, its curve (steps, seconds, validation bits per dim, byte or token) and the test scores. Run it on the machine of
-the training, because the record names the machine. For a model of text:
+training, its curve (steps, seconds, validation bits per dim, byte or token) and the test scores. Run it on the machine
+of the training, because the record names the machine. For a model of text:
 
     longspan train --config text --run.data text:FILE
     python -m longspan_lab.tools shipped runs/text --data text:FILE --about "Tolstoy, War and Peace, in English"
