@@ -63,6 +63,8 @@ def prepare(args):
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 
     found = sorted(set(texts(args.package)))
+    if not found:
+        sys.exit(f"{args.package} has no poems: dist/quantangshi/poet.*.json are missing")
     counts = collections.Counter(itertools.chain.from_iterable(found))
     names = sorted(counts, key=lambda one: (-counts[one], one))[: args.characters - 1]
     known = set(names)
@@ -190,21 +192,22 @@ def compare(args):
     import yaml
 
     import longspan
-    from longspan.train import TrainConfig, begun, fit, recipes
+    from longspan.train import TrainConfig, fit, recipes
 
     recipe = yaml.safe_load(recipes.find("poems").read_text())
     config, run = longspan.DecoderConfig(**recipe["model"]), TrainConfig(**recipe["run"])
+    run = replace(run, batch=args.batch, precision=args.precision)
     args.out.mkdir(parents=True, exist_ok=True)
     for name in args.specs or CANDIDATES:
         one = replace(config, attention=name, **CANDIDATES[name])
-        seconds, weights = step_time(one, replace(run, batch=args.batch))
-        steps = int(args.seconds / seconds)
+        seconds, weights = step_time(one, run)
+        steps = max(10, int(args.seconds / seconds))
         out = args.out / f"{list(CANDIDATES).index(name)}"
         given = replace(
-            run, data=f"tokens:{args.tokens}", batch=args.batch, steps=steps, warmup=steps // 10, evaluate_every=steps,
-            save_every=steps, evaluate_examples=128, out=str(out), logger="csv",
+            run, data=f"tokens:{args.tokens}", steps=steps, warmup=steps // 10, decay=steps,
+            evaluate_every=steps, save_every=steps, evaluate_examples=128, out=str(out), logger="csv",
         )  # fmt: skip
-        result = fit(one, given, resume=begun(out), progress=False)
+        result = fit(one, given, progress=False)
         print(
             f"{name}: {weights:,} weights, {seconds:.2f} CPU s per step, {steps:,} steps, "
             f"{result.bits['validation']:.3f} bits/token of validation",
@@ -246,8 +249,8 @@ def draw(model, codec, prompts, seed, temperature):
         model, tokens, mask=mask, max_new_tokens=96, stop=codec.ends[0], seed=seed, temperature=temperature
     )
     seconds = time.perf_counter() - begin
-    texts = [prompt + codec.decode(row) for prompt, row in zip(prompts, new.tolist(), strict=True)]
-    return texts, new.numel() / seconds
+    found = [codec.decode(row) for row in new.tolist()]
+    return [prompt + text for prompt, text in zip(prompts, found, strict=True)], sum(map(len, found)) / seconds
 
 
 def measure(args):
@@ -315,41 +318,37 @@ def load(args):
     print(f"poems: {sum(form(text) == '七律' for text in found) / len(found):.1%} with the lines of the form")
 
 
-def main():
+def main(words=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
-    one = commands.add_parser("prepare", help="make texts and a tokenizer")
+    one = commands.add_parser("prepare", description="Make texts and a tokenizer.")
     one.add_argument("package", type=Path, help="the unpacked npm package chinese-poetry")
-    one.add_argument("--out", type=Path, default=Path("poems"))
-    one.add_argument("--characters", type=int, default=6000, help="tokens of the tokenizer")
+    one.add_argument("--out", type=Path, default=Path("poems"), help="folder to write; default: %(default)s")
+    one.add_argument("--characters", type=int, default=6000, help="tokens of the tokenizer; default: %(default)s")
     one.set_defaults(run=prepare)
-    middle = commands.add_parser("compare", help="train candidates of equal size for equal CPU time")
-    middle.add_argument("--tokens", type=Path, default=Path("poems/tokens"))
-    middle.add_argument("--specs", nargs="+", choices=CANDIDATES, metavar="SPEC", help="default: all")
-    middle.add_argument("--seconds", type=float, default=240.0, help="CPU seconds per candidate; default: %(default)s")
-    middle.add_argument("--batch", type=int, default=8, help="examples per step; default: %(default)s")
-    middle.add_argument("--out", type=Path, default=Path("runs/poems-compare"))
-    middle.set_defaults(run=compare)
-    two = commands.add_parser("measure", help="measure a model")
-    two.add_argument("model", help="a run, a checkpoint or a pretrained model")
-    two.add_argument("--texts", type=Path, default=Path("poems/poems.jsonl"))
-    two.add_argument(
-        "--held",
-        type=int,
-        default=2000,
-        help="poems at the end of the texts that are measured",
-    )
-    two.add_argument("--poems", type=int, default=256, help="poems drawn of each form")
-    two.add_argument("--temperature", type=float, default=0.8)
-    two.add_argument("--no-compressors", dest="compressors", action="store_false", help="leave out xz and PPMd")
-    two.set_defaults(run=measure)
-    three = commands.add_parser("load", help="ask a server for many poems at the same time")
-    three.add_argument("model", nargs="?", default="poems")
-    three.add_argument("--streams", type=int, default=256)
-    three.set_defaults(run=load)
-    args = parser.parse_args()
-    return args.run(args)
+    two = commands.add_parser("compare", description="Train candidates of equal size for equal processor time.")
+    two.add_argument("--tokens", type=Path, default=Path("poems/tokens"), help="default: %(default)s")
+    two.add_argument("--specs", nargs="+", choices=CANDIDATES, metavar="SPEC", help="default: all")
+    two.add_argument("--seconds", type=float, default=240.0, help="processor time of each; default: %(default)s")
+    two.add_argument("--batch", type=int, default=8, help="examples per step; default: %(default)s")
+    two.add_argument("--precision", default="bf16", help="as run.precision; default: %(default)s")
+    two.add_argument("--out", type=Path, default=Path("runs/poems-compare"), help="default: %(default)s")
+    two.set_defaults(run=compare)
+    three = commands.add_parser("measure", description="Measure a model.")
+    three.add_argument("model", nargs="?", default="poems", help="a run, or a pretrained model; default: %(default)s")
+    three.add_argument("--texts", type=Path, default=Path("poems/poems.jsonl"), help="default: %(default)s")
+    three.add_argument("--held", type=int, default=2000, help="last texts that are measured; default: %(default)s")
+    three.add_argument("--poems", type=int, default=256, help="poems drawn of each form; default: %(default)s")
+    three.add_argument("--temperature", type=float, default=0.7, help="default: %(default)s")
+    three.add_argument("--no-compressors", dest="compressors", action="store_false", help="leave out xz and PPMd")
+    three.set_defaults(run=measure)
+    four = commands.add_parser("load", description="Ask a server for many poems at the same time.")
+    four.add_argument("model", nargs="?", default="poems", help="a run, or a pretrained model; default: %(default)s")
+    four.add_argument("--streams", type=int, default=256, help="poems; default: %(default)s")
+    four.set_defaults(run=load)
+    args = parser.parse_args(words)
+    args.run(args)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -14,7 +14,7 @@ For one of tokens, here with weights of 8 bits and words of which each text begi
 
     longspan train --config poems
     python -m longspan_lab.tools shipped runs/poems --data tokens:poems/tokens --name poems --weights int8 \\
-        --forms 五絕 七絕 五律 七律 詩 --about "Poems of Tang and Song" --cpu-seconds 3000
+        --forms 五絕 七絕 五律 七律 詩 --about "Poems of Tang and Song" --license package/LICENSE --cpu-seconds 3000
 """
 
 import argparse
@@ -242,8 +242,12 @@ def main(*arguments: str) -> None:
     parser.add_argument("--name", default="", help="name of the model, by default that of the kind of data")
     parser.add_argument("--weights", choices=WEIGHTS, default="", help="round the weights; by default bfloat16")
     parser.add_argument("--forms", nargs="+", help="words of which each text begins with one")
+    parser.add_argument("--license", type=Path, help="a licence of the data, to put beside the weights")
     parser.add_argument("--cpu-seconds", type=float, help="processor time of the training")
     parsed = parser.parse_args(arguments)
     more = {name: getattr(parsed, name) for name in ("forms", "cpu_seconds") if getattr(parsed, name) is not None}
     record = ship(parsed.run, parsed.data, parsed.name, about=parsed.about, weights=parsed.weights, **more)
+    if parsed.license:
+        folder = pretrained.FOLDER / (parsed.name or parsed.data.partition(":")[0])
+        checkpoint.write_text(folder / "LICENSE", parsed.license.read_text(encoding="utf-8").strip() + "\n")
     print(json.dumps(record, indent=2, ensure_ascii=False))
