@@ -128,16 +128,18 @@ def test_texts_are_made_of_the_package(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
+    ("texts", "expected"),
     [
-        (TOWER, "100.0% with the lines of the form, 100.0% of these rhyme"),
-        (TOWER.replace("層樓", "層山"), "100.0% with the lines of the form, 0.0% of these rhyme"),
-        (TOWER.replace("海流", "海樓"), "100.0% with the lines of the form, 0.0% of these rhyme"),
-        (TOWER.replace("海流", "流"), "0.0% with the lines of the form, 0.0% of these rhyme"),
-        (TOWER.replace("五絕", "七絕"), "0.0% with the lines of the form, 0.0% of these rhyme"),
+        ([TOWER], (100, 100, 100)),
+        ([TOWER, TOWER.replace("層樓", "層山")], (100, 50, 50)),
+        ([TOWER.replace("海流", "海樓")], (100, 0, 0)),
+        ([TOWER.replace("海流", "流"), TOWER], (50, 100, 100)),
+        ([TOWER.replace("五絕", "七絕")], (0, 0, 0)),
+        (["五律《樓》" + TOWER.partition("》")[2] * 2], (100, 67, 0)),
     ],
 )
-def test_form_and_rhyme_are_judged(text, expected):
+def test_form_and_rhyme_are_judged(texts, expected):
     known = poems.table([TOWER] * 3 + [TOWER.replace("層樓", "層山")] * 2)
     assert known == {("樓", "流")}
-    assert poems.judge([text], known) == expected
+    found = re.findall(r"([\d.]+)%", poems.judge(texts, known))
+    assert tuple(round(float(share)) for share in found) == expected
