@@ -47,7 +47,7 @@ def test_trains(recipe, tmp_path):
         (tmp_path / "numbers.txt").write_text("".join(f"{i * i} is a square.\n" for i in range(2000)))
         words = ["--train-bpe", "300", "--out", str(tmp_path / "tokens")]
         assert main(["tokenize", str(tmp_path / "numbers.txt"), *words]) == 0
-        model, name = model | {"vocab": 0}, f"tokens:{tmp_path / 'tokens'}"
+        model, name = model | {"vocab": 300}, f"tokens:{tmp_path / 'tokens'}"
     fields = asdict(checkpoint.config_of(model | {"depth": len(split(model["attention"]))}))
     kind = {"kind": model["kind"]} if "kind" in model else {}
     config = checkpoint.config_of(completed(fields | kind, TrainConfig(data=name)))
