@@ -27,7 +27,7 @@ from pathlib import Path
 END, UNTITLED = "<|endoftext|>", "無題"
 # Lines and characters per line of the regulated forms; other poems are 詩.
 FORMS = {(4, 5): "五絕", (4, 7): "七絕", (8, 5): "五律", (8, 7): "七律"}
-ORDER = 9  # of PPMd
+ORDER = 6  # of PPMd
 STOPS = "，。？！；、："
 KEPT = re.compile(
     rf"..?《[\u3400-\u9fff\U00020000-\U0003ffff]{{1,16}}》\n[\u3400-\u9fff\U00020000-\U0003ffff{STOPS}\n]+"
@@ -142,7 +142,7 @@ def compressed(held, train):
         return len(pyppmd.compress(raw, max_order=ORDER, mem_size=1 << 30))
 
     raw, before = held.encode(), train.encode()
-    for name, size in {"xz": xz, "PPMd": ppmd}.items():
+    for name, size in {"PPMd": ppmd, "xz": xz}.items():
         alone, after = size(raw), size(before + raw) - size(before)
         yield name, 8 * alone / len(held), 8 * after / len(held)
 
