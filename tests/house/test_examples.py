@@ -24,6 +24,7 @@ RUNS = {
     "few_examples": ("--examples 4 --bytes 40 --epochs 1 --rates 0.01", "peft"),
     "finetune_cost": ("--width 64 --layers 4 --vocabulary 256 --sequences 3 --bytes 64 --steps 1 --rounds 1", "peft"),
     "sentence_encoder": ("--tiny --out run", "transformers"),
+    "poems": ("load --streams 2", "uvicorn"),
     "lora": ("--steps 2 --rows 2 --out run", "peft"),
 }
 

@@ -154,7 +154,7 @@ def test_without_an_installation_the_version_is_unknown():
 
 def test_recipes_are_found_by_name_and_files_come_first(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert {"adaptive_span", "dates", "digits", "labels", "mnist", "mnist_paper", "cifar10", "text"} == set(
+    assert {"adaptive_span", "dates", "digits", "labels", "mnist", "mnist_paper", "cifar10", "poems", "text"} == set(
         recipes.names()
     )
     assert recipes.find("digits") == Path(longspan.__file__).parent / "train" / "recipes" / "digits.yaml"

@@ -25,7 +25,9 @@ from longspan_lab.tools import __main__ as tools
 from longspan_lab.tools import shipped
 
 ROOT = Path(__file__).parents[2]
-MEGABYTES = 5
+MEGABYTES = 6
+# What a model of characters needs: its tokenizer, and the licence of its texts.
+MORE = {"poems": (checkpoint.TOKENIZER, "tokenizer_config.json", "LICENSE")}
 TINY = DecoderConfig(dim=6, depth=1, heads=2, feedforward=7, vocab=256, length=784)
 
 
@@ -47,7 +49,7 @@ def some(mnist):
 def test_a_model_is_small_and_has_a_record(name):
     folder = pretrained.path(name)
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
-    assert set(files) == {checkpoint.WEIGHTS, checkpoint.CONFIG, pretrained.RECORD}
+    assert set(files) == {checkpoint.WEIGHTS, checkpoint.CONFIG, pretrained.RECORD, *MORE.get(name, ())}
     assert sum(files.values()) < MEGABYTES * 1e6
     record, header = pretrained.record(name), checkpoint.read_config(folder)
     assert record["command"] == shipped.command(header["config"], header["run"], name)
@@ -57,12 +59,12 @@ def test_a_model_is_small_and_has_a_record(name):
     unit = data.unit(header["run"]["data"])
     assert record[f"bits_per_{unit}"]["validation"] == min(bits) == bits[steps.index(record["steps"])]
     assert record["seconds"] == seconds[steps.index(record["steps"])]
-    assert record["parameters"] == sum(p.numel() for p in pretrained.load(name).parameters())
+    assert record["parameters"] == sum(p.numel() for p in Decoder(DecoderConfig(**header["config"])).parameters())
     assert re.fullmatch(r"[0-9a-f]{40}\+?", record["commit"])
     assert {"processor", "cores", "threads"} <= set(record["machine"])
     assert {"longspan", "torch"} <= set(record["versions"])
     # No folder of the machine that made it.
-    assert header["run"]["data"] in command.HELP
+    assert name in command.HELP
     assert not any(
         re.search(r'"(/|~|\w:\\)', (folder / file).read_text()) for file in (checkpoint.CONFIG, pretrained.RECORD)
     )
@@ -71,25 +73,28 @@ def test_a_model_is_small_and_has_a_record(name):
 def test_models_are_there_and_every_one_is_in_the_wheel_and_in_the_help():
     builder = pytest.importorskip("hatchling.builders.wheel").WheelBuilder(str(ROOT))
     packed = {file.distribution_path for file in builder.recurse_included_files()}
-    assert pretrained.names() == ("digits", "mnist", "text")
+    assert pretrained.names() == ("digits", "mnist", "poems", "text")
     assert command.HELP.count(f"({', '.join(pretrained.names(*trained.WRITERS))})")
     assert f"({', '.join(pretrained.names(trained.TRANSCRIBER))})" in " ".join(
         transcribe.parser().format_help().split()
     )
     for name in pretrained.names():
         files = {path.relative_to(ROOT / "src").as_posix() for path in pretrained.path(name).iterdir()}
-        assert len(files) == 3
+        assert len(files) == 3 + len(MORE.get(name, ()))
         assert files <= packed
 
 
 @pytest.mark.parametrize("name", pretrained.names())
-def test_weights_are_float32_of_bfloat16_values(name):
+def test_weights_are_float32_of_bfloat16_values_or_have_8_bits(name):
     stored = checkpoint.load(pretrained.path(name)).state_dict()
-    loaded = pretrained.load(name)
+    loaded, few = pretrained.load(name), checkpoint.QUANTIZED in checkpoint.read_config(pretrained.path(name))
     assert not loaded.training
+    kinds = set()
     for key, tensor in loaded.state_dict().items():
-        assert (stored[key].dtype, tensor.dtype) == (torch.bfloat16, torch.float32)
-        assert torch.equal(tensor, stored[key].float())
+        kinds.add((stored[key].dtype, tensor.dtype))
+        assert torch.equal(tensor, stored[key].to(tensor.dtype))
+    numbers = (torch.float32 if few else torch.bfloat16, torch.float32)
+    assert kinds == ({numbers, (torch.uint8, torch.uint8)} if few else {numbers})
 
 
 def by_engine(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:

@@ -158,6 +158,7 @@ def test_models_are_described(codec, grid, kind):
             "vocab": 17,
             "max_tokens": 4096,
             "slots": 8,
+            "forms": [],
             "state_bytes_per_stream": bytes_per_stream,
             **kind,
         }
@@ -393,6 +394,21 @@ def gray(page, index):
         "const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;"
         "return [...data].filter((_, i) => i % 4 === 0); })()"
     )
+
+
+@pytest.mark.full
+def test_a_form_is_chosen_and_begins_the_prompt(browser):
+    codec = Bytes()
+    codec.forms = ("ode", "elegy")
+    with Running(decoder(vocab=128), codec=codec) as running, opened(browser, running) as page:
+        page.until("!$('formwordpart').hidden")
+        choose = "$('formword').value = 'elegy'; $('formword').dispatchEvent(new Event('change')); $('prompt').value"
+        page.write("#prompt", "ode to joy")
+        assert page.js("$('formword').value") == "ode"
+        assert page.js(choose) == "elegy to joy"
+        page.write("#prompt", "a song")
+        assert page.js("$('formword').value") == ""
+        assert page.js(choose) == "elegya song"
 
 
 @pytest.mark.parametrize("touch", [False, True])

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from longspan._utils.spec import split
+from longspan.cli.entry import main
 from longspan.cli.train import completed
 from longspan.models import checkpoint
 from longspan.train import TrainConfig, fit, recipes
@@ -42,6 +43,11 @@ def test_trains(recipe, tmp_path):
     if folder and not folder.is_dir():
         pytest.skip(f"needs the files of {run['data']} in {folder.relative_to(ROOT.parent)}")
     name = f"{run['data']}:{folder}" if folder else run["data"]
+    if name.startswith("tokens:"):
+        (tmp_path / "numbers.txt").write_text("".join(f"{i * i} is a square.\n" for i in range(2000)))
+        words = ["--train-bpe", "300", "--out", str(tmp_path / "tokens")]
+        assert main(["tokenize", str(tmp_path / "numbers.txt"), *words]) == 0
+        model, name = model | {"vocab": 300}, f"tokens:{tmp_path / 'tokens'}"
     fields = asdict(checkpoint.config_of(model | {"depth": len(split(model["attention"]))}))
     kind = {"kind": model["kind"]} if "kind" in model else {}
     config = checkpoint.config_of(completed(fields | kind, TrainConfig(data=name)))

@@ -3,6 +3,7 @@
 import codecs
 import itertools
 import math
+import re
 import sys
 import time
 from pathlib import Path
@@ -24,7 +25,8 @@ from .parser import (
 )
 
 HELP = (
-    model_help("mnist, text") + "; of a run, its best checkpoint is used. Or a GGUF file, or the folder of a recurrent "
+    model_help("mnist, poems, text")
+    + "; of a run, its best checkpoint is used. Or a GGUF file, or the folder of a recurrent "
     "model of transformers or flash-linear-attention with its tokenizer"
 )
 MEMORY = "--count, --beams or --tokens"
@@ -35,11 +37,12 @@ def parser() -> Parser:
         "generate",
         "Generate images, text or target sequences from a trained model, one decode step per token. Images are written "
         "to a PNG file. Text is streamed to standard output. An encoder-decoder prints one target per source, by "
-        "greedy decoding unless --temperature is given.\n\nThe pretrained models mnist and text need no data. "
+        "greedy decoding unless --temperature is given.\n\nThe pretrained models mnist, poems and text need no data. "
         "Completing images needs the data set: it is downloaded, or read from --data mnist:FOLDER.",
         "longspan generate mnist",
         "longspan generate mnist --complete test --top 0.5 --count 16",
         'longspan generate text --prompt "The prince " --temperature 0.7',
+        'longspan generate poems --prompt "七絕《春夜》" --temperature 0.7',
         "longspan generate runs/digits --out samples.png --count 64",
         'longspan generate runs/text --prompt "def " --tokens 500 --temperature 0.8',
         'longspan generate ./Qwen3.5-0.8B --prompt "The prince " --draft prompt-lookup --weights int8',
@@ -71,7 +74,11 @@ def parser() -> Parser:
         help="text: bytes, or tokens of the model's tokenizer, to generate; 0: 256, or as many as the model has "
         "positions for. Pairs: largest number of tokens in a target; 0: as in training",
     )
-    parser.add_text("--stop", "TOKEN", "text of a model with a tokenizer: end at this token, e.g. <|endoftext|>")
+    parser.add_text(
+        "--stop",
+        "TOKEN",
+        "text of a model with a tokenizer: end at this token, e.g. <|endoftext|>, at which poems end by default",
+    )
     parser.add_text(
         "--draft",
         "DRAFT",
@@ -228,12 +235,20 @@ def _examples(args, data):
 def _text(model, args, options, adapter) -> None:
     import torch
 
+    from ..data import tokenization
     from ..generation.sampling import generate
+    from ..models import pretrained
 
     if args.complete or args.out:
         raise ValueError("--complete and --out require images; text continues --prompt and goes to standard output")
+    forms = pretrained.forms(args.folder)
+    if forms and not re.match(f"({'|'.join(forms)})(《|$)|$", args.prompt):
+        raise ValueError(
+            f"--prompt={args.prompt!r} must begin with a form, {', '.join(forms[:-1])} or {forms[-1]}, and a title: "
+            f"{forms[0]}《春夜》"
+        )
     coder = _Tokens(model.tokenizer) if model.tokenizer else _Bytes()
-    stop = coder.number(args.stop)
+    stop = coder.number(args.stop or (tokenization.END if forms else ""))
     data = coder.encode(args.prompt)
     config = model.config
     room = config.length - len(data) if config.positions == "learned" else None

@@ -222,6 +222,7 @@ def loaded(source: str, stop: str, weights: str | None = None, adapter: str = ""
 
 
 def _loaded(source: str, stop: str) -> tuple[Any, Any, tuple[int, ...]]:
+    from ..models import pretrained
     from ..serving import hub
     from ..serving.text import Bytes
     from ..serving.tokenized import Tokenized
@@ -231,7 +232,8 @@ def _loaded(source: str, stop: str) -> tuple[Any, Any, tuple[int, ...]]:
         return *hub.load(source, stop), ()
     model, name, *_ = trained.model(source, "", "decoder")
     if model.tokenizer:
-        return model, Tokenized(model.tokenizer, ends=hub.ends(model.tokenizer, stop)), ()
+        ends, forms = hub.ends(model.tokenizer, stop), pretrained.forms(source)
+        return model, Tokenized(model.tokenizer, ends=ends, forms=forms), ()
     if stop:
         raise ValueError(f"--stop {stop!r} requires a model with a tokenizer; {source} has none")
     kind = trained.kind(name)

@@ -134,7 +134,7 @@ def dataset(trained: Trained, length: int, *, short: bool = False) -> Any:
             no others were named.
     """
     model, name, length = trained.model, trained.data, length or trained.length
-    if name == "text":
+    if name in ("text", "tokens"):
         raise ValueError("the training text of this model is not part of longspan; pass --data text:FILE")
     tokenizer = getattr(model, "tokenizer", "")
     try:

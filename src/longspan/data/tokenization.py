@@ -11,6 +11,7 @@ import numpy as np
 
 from .._utils import atomic_io
 from .._utils.optional_deps import need
+from .._utils.typecheck import format_value
 from . import token_shards
 from .documents import Piece, Source, pieces
 
@@ -65,14 +66,28 @@ def encode(tokenizer: "Tokenizer", texts: list[str], *, special: bool = False) -
         special: whether to add the special tokens of the tokenizer, such as a first ``<s>``.
 
     Raises:
-        ValueError: for a text that has half of a surrogate pair (UnicodeEncodeError), and for one at which the
-            tokenizer fails, such as a regular expression that backtracks too often.
+        ValueError: for a text that has half of a surrogate pair (UnicodeEncodeError), for one with a character for
+            which the tokenizer has no token, and for one at which the tokenizer fails, such as a regular expression
+            that backtracks too often.
     """
     for text in texts:
         if not text.isascii():
             text.encode()
     with _plain_errors():
-        return [one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
+        try:
+            return [one.ids for one in tokenizer.encode_batch_fast(texts, add_special_tokens=special)]
+        # The library raises plain exceptions.
+        except Exception as error:
+            odd = "".join(letter for letter in sorted(set("".join(texts))) if not _knows(tokenizer, letter))
+            raise ValueError(f"the tokenizer has no token for {format_value(odd)}" if odd else str(error)) from error
+
+
+def _knows(tokenizer: "Tokenizer", letter: str) -> bool:
+    try:
+        return bool(tokenizer.encode(letter))
+    # As above.
+    except Exception:
+        return False
 
 
 def frame(tokenizer: "Tokenizer") -> tuple[list[int], list[int]]:

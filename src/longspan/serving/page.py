@@ -24,8 +24,9 @@ def about(pool: Pool, codec: Any, grid: tuple[int, ...], max_tokens: int) -> dic
         max_tokens: The largest ``max_tokens`` of a request.
 
     Returns:
-        ``kind`` (text, image or tokens), ``vocab``, ``max_tokens``, ``slots`` and ``state_bytes_per_stream``; for
-        images also ``width``, ``height`` and ``channels``. Token 0 of an image is black, token vocab-1 is white.
+        ``kind`` (text, image or tokens), ``vocab``, ``max_tokens``, ``slots``, ``forms`` (words of which each text
+        begins with one; [] for any text) and ``state_bytes_per_stream``; for images also ``width``, ``height`` and
+        ``channels``. Token 0 of an image is black, token vocab-1 is white.
     """
     kind, size = "text" if codec else "image" if grid else "tokens", {}
     if kind == "image":
@@ -36,6 +37,7 @@ def about(pool: Pool, codec: Any, grid: tuple[int, ...], max_tokens: int) -> dic
         "vocab": pool.vocab,
         "max_tokens": max_tokens,
         "slots": pool.slots,
+        "forms": list(getattr(codec, "forms", ())),
         "state_bytes_per_stream": states.nbytes(pool.state) // pool.slots,
         **size,
     }

@@ -17,6 +17,7 @@ class Tokenized:
         content: The content of a ``tokenizer.json``.
         ends: Tokens that end a stream. They have no text.
         template: The chat template of its folder, None for none.
+        forms: Words of which each text of the model begins with one; () for any text.
         special: Whether ``encode`` adds the special tokens of the tokenizer, such as a first ``<s>``, and a special
             token that a text names becomes that token. Otherwise its name is text.
 
@@ -25,8 +26,16 @@ class Tokenized:
         ValueError: The content is not a tokenizer.
     """
 
-    def __init__(self, content: str, *, ends: Iterable[int] = (), special: bool = False, template: Any = None):
-        self.template = template
+    def __init__(
+        self,
+        content: str,
+        *,
+        ends: Iterable[int] = (),
+        special: bool = False,
+        template: Any = None,
+        forms: tuple[str, ...] = (),
+    ):
+        self.template, self.forms = template, forms
         self.tokenizer = tokenization.encoder(content, special=special)
         self.ends, self.special = tuple(ends), special
         self.vocab = tokenization.vocab_of(self.tokenizer)

@@ -3,18 +3,26 @@
     longspan train --config mnist
     python -m longspan_lab.tools shipped runs/mnist --data mnist
 
-writes ``src/longspan/models/mnist``: the weights in bfloat16, and ``record.json`` with the settings of the training,
-its curve (steps, seconds, validation bits per dim or byte) and the test scores. Run it on the machine of the training,
-because the record names the machine. For a model of text:
+writes ``src/longspan/models/pretrained/mnist``: the weights in bfloat16, and ``record.json`` with the settings of the
+training, its curve (steps, seconds, validation bits per dim, byte or token) and the test scores. Run it on the machine
+of the training, because the record names the machine. For a model of text:
 
     longspan train --config text --run.data text:FILE
     python -m longspan_lab.tools shipped runs/text --data text:FILE --about "Tolstoy, War and Peace, in English"
+
+For one of tokens, here with weights of 8 bits and words of which each text begins with one:
+
+    longspan train --config poems
+    python -m longspan_lab.tools shipped runs/poems --data tokens:poems/tokens --name poems --weights int8 \\
+        --forms 五絕 七絕 五律 七律 詩 --about "Poems of Tang and Song" --license package/LICENSE --cpu-seconds 3000
 """
 
 import argparse
 import json
+import math
 import shlex
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -29,9 +37,14 @@ from longspan.data import Dataset
 from longspan.generation.sampling import generate, log_likelihood
 from longspan.models import checkpoint, pretrained
 from longspan.models.config import DecoderConfig
+from longspan.models.quantization import WEIGHTS, quantize
+from longspan.serving import hub
+from longspan.serving.text import Bytes, decoded
+from longspan.serving.tokenized import Tokenized
 from longspan.states.utils import nbytes
 from longspan.train import TrainConfig, bits, recipes
 from longspan.train.evaluate import default_batch_size
+from longspan.train.streaming_eval import apart
 
 from ..bench import throughput
 from ..experiments import images, learning, provenance
@@ -44,26 +57,39 @@ SIZES = (1, 4, 7)  # pixels of a side of the pieces of broken images
 PLACES = ("data", "out")
 
 
-def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES, about: str = "") -> dict[str, Any]:
+def ship(
+    run: Path,
+    source: str,
+    name: str = "",
+    samples: int = SAMPLES,
+    about: str = "",
+    weights: str = "",
+    **more: Any,
+) -> dict[str, Any]:
     """Write a run's best checkpoint as the model ``name`` (default: its recipe's) and return the record.
 
-    ``source``: the data, as for ``longspan.data.load``; ``about``: a description, required for a text. Raises
-    ValueError for a folder without a training run, for data of another kind than the training's, and for a text
-    without a description.
+    ``source``: the data, as for ``longspan.data.load``; ``about``: a description, required for texts; ``weights``: as
+    in ``longspan.quantize``, by default bfloat16; ``more``: further entries of the record, such as ``forms``. Raises
+    ValueError for a folder without a training run, for data of another kind than the training's, and for texts without
+    a description.
     """
     header = checkpoint.read_config(checkpoint.resolve(run))
     kind = source.partition(":")[0]
     trained_on = header.get("run", {}).get("data", "")
     if trained_on.partition(":")[0] != kind:
         raise ValueError(f"{run} was trained on {trained_on!r}, not on {kind}")
-    if kind == "text" and not about:
+    if kind in ("text", "tokens") and not about:
         raise ValueError("a text needs a description: pass --about, for example --about 'Tolstoy, War and Peace'")
     name, dataset = name or kind, data.load(source, header["run"]["length"])
     commit = provenance.commit()  # before the files below change the folder
     settings = {**header["run"], "data": kind, "out": f"runs/{name}"}
     # The package must not contain folder names of this machine.
+    model = checkpoint.load(run)
+    parameters = sum(p.numel() for p in model.parameters())
+    if weights:
+        quantize(model, weights)
     checkpoint.save(
-        checkpoint.load(run).bfloat16(),
+        model if weights else model.bfloat16(),
         pretrained.FOLDER / name,
         extra={"run": settings, "step": header["step"]},
     )
@@ -71,24 +97,37 @@ def ship(run: Path, source: str, name: str = "", samples: int = SAMPLES, about: 
     record = {
         "command": command(header["config"], settings, name),
         **({"about": about} if about else {}),
+        **({"weights": weights} if weights else {}),
+        **more,
         "seed": settings["seed"],
         "commit": commit,
         "versions": provenance.versions(),
         "machine": provenance.machine(),
         "data": {kind: dataset.checksum},
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": parameters,
         "steps": header["step"],
         "seconds": next(seconds for step, seconds, _ in curve if step == header["step"]),
         "curve": curve,
         f"bits_per_{dataset.unit}": {
             "validation": min(value for _, _, value in curve),
-            "test": round(bits(model, dataset, "test", default_batch_size(dataset.length)), 5),
+            "test": round(tested(model, dataset, settings["segments"]), 5),
         },
         "stepping": stepping(model, dataset, STEPPED),
-        **(drawing(model, dataset, samples) if dataset.grid else writing(model)),
+        **(drawing(model, dataset, samples) if dataset.grid else writing(model, dataset.unit, more.get("forms", ()))),
     }
-    checkpoint.write_text(pretrained.FOLDER / name / pretrained.RECORD, json.dumps(record, indent=2) + "\n")
+    checkpoint.write_text(
+        pretrained.FOLDER / name / pretrained.RECORD, json.dumps(record, indent=2, ensure_ascii=False) + "\n"
+    )
     return record
+
+
+def tested(model: Any, dataset: Any, segments: bool) -> float:
+    """Bits per dim, byte or token of the test split, with documents kept apart if the training did."""
+    batch = default_batch_size(dataset.length, dataset.vocab)
+    if not segments:
+        return bits(model, dataset, "test", batch)
+    nats, tokens = apart(model, dataset, "test", batch).tolist()
+    return nats / tokens / math.log(2)
 
 
 def drawing(model: Any, dataset: Dataset, count: int) -> dict[str, Any]:
@@ -98,20 +137,22 @@ def drawing(model: Any, dataset: Dataset, count: int) -> dict[str, Any]:
     return {"images_per_second": rates, "samples": {"count": count, "seed": SEED, **recognised(drawn, dataset)}}
 
 
-def writing(model: Any) -> dict[str, Any]:
+def writing(model: Any, unit: str, forms: Sequence[str] = ()) -> dict[str, Any]:
     """Measure a model of text: speed, bytes of the state, and continuations of some prompts."""
     rates = {str(batch): round(batch * BYTES / throughput.whole(model, BYTES, batch), 1) for batch in (1, 64)}
-    texts = [continued(model, prompt) for prompt in PROMPTS]
+    texts = [continued(model, prompt) for prompt in [f"{form}《春夜》\n" for form in forms] or PROMPTS]
     same = {"seed": SEED, "temperature": TEMPERATURE}
     state = nbytes(model.init_state(1, BYTES).layers)
-    return {"bytes_per_second": rates, "state_bytes": state, "samples": {**same, "texts": texts}}
+    return {f"{unit}s_per_second": rates, "state_bytes": state, "samples": {**same, "texts": texts}}
 
 
 def continued(model: Any, prompt: str) -> str:
     """Return a prompt and its continuation, as ``longspan generate`` with the same seed."""
-    tokens = torch.tensor([list(prompt.encode())])
-    drawn = generate(model, tokens, max_new_tokens=BYTES, temperature=TEMPERATURE, seed=SEED, stream=True)
-    return prompt + bytes(int(token) for token in drawn).decode("utf-8", "replace")
+    codec = Tokenized(model.tokenizer, ends=hub.ends(model.tokenizer, "")) if model.tokenizer else Bytes()
+    tokens = torch.tensor([codec.encode(prompt)])
+    end = next(iter(codec.ends), None)
+    drawn = generate(model, tokens, max_new_tokens=BYTES, temperature=TEMPERATURE, seed=SEED, stop=end)
+    return prompt + decoded(codec, drawn[0].tolist())
 
 
 def command(config: dict[str, Any], run: dict[str, Any], name: str) -> str:
@@ -196,7 +237,17 @@ def pixels(rows: Tensor) -> np.ndarray:
 def main(*arguments: str) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="folder of the training run")
-    parser.add_argument("--data", default="mnist", help="its training data: mnist, mnist:FOLDER or text:FILE")
+    parser.add_argument("--data", default="mnist", help="its training data: mnist[:FOLDER], text:FILE or tokens:DIR")
     parser.add_argument("--about", default="", help="description of a text")
+    parser.add_argument("--name", default="", help="name of the model, by default that of the kind of data")
+    parser.add_argument("--weights", choices=WEIGHTS, default="", help="round the weights; by default bfloat16")
+    parser.add_argument("--forms", nargs="+", help="words of which each text begins with one")
+    parser.add_argument("--license", type=Path, help="a licence of the data, to put beside the weights")
+    parser.add_argument("--cpu-seconds", type=float, help="processor time of the training")
     parsed = parser.parse_args(arguments)
-    print(json.dumps(ship(parsed.run, parsed.data, about=parsed.about), indent=2))
+    more = {name: getattr(parsed, name) for name in ("forms", "cpu_seconds") if getattr(parsed, name) is not None}
+    record = ship(parsed.run, parsed.data, parsed.name, about=parsed.about, weights=parsed.weights, **more)
+    if parsed.license:
+        folder = pretrained.FOLDER / (parsed.name or parsed.data.partition(":")[0])
+        checkpoint.write_text(folder / "LICENSE", parsed.license.read_text(encoding="utf-8").strip() + "\n")
+    print(json.dumps(record, indent=2, ensure_ascii=False))

@@ -24,7 +24,7 @@ def path(name: str) -> Path:
 
 
 def load(name: str) -> Any:
-    """Load a pretrained model in eval mode on the CPU, with its bfloat16 weights converted to float32.
+    """Load a pretrained model in eval mode on the CPU; its bfloat16 weights become float32, those of 8 bits stay.
 
     Raises:
         ValueError: For an unknown name.
@@ -40,6 +40,11 @@ def record(name: str) -> dict[str, Any]:
     """
     file = path(name) / RECORD
     return sealed_dir.parsed(file, atomic_io.read(file))
+
+
+def forms(name: str) -> tuple[str, ...]:
+    """Return the words of which each text of a pretrained model begins with one; () for every other model."""
+    return tuple(record(name).get("forms", ())) if is_pretrained_name(name) else ()
 
 
 def is_pretrained_name(folder: str) -> bool:
