@@ -130,6 +130,10 @@ def test_what_cannot_be_exported_is_refused(tmp_path):
         ours.export(longspan.build("linear", dim=8, heads=2, causal=False), path)
     with pytest.raises(ValueError, match=r"query.weight .*torch.float64.*model.float\(\).cpu\(\)"):
         ours.export(longspan.build("linear", dim=8, heads=2).double(), path)
+    packed = longspan.build("linear", dim=64, heads=2)
+    longspan.quantize(packed, "int8")
+    with pytest.raises(ValueError, match=r"query has quantized weights.*before quantize\(\)"):
+        ours.export(packed, path)
     with pytest.raises(ValueError, match="'onnx'"):
         ours.export(longspan.build("linear", dim=8, heads=2), path, domain="onnx")
     with pytest.raises(ValueError, match="reformer"):

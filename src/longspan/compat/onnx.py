@@ -21,6 +21,7 @@ from .._utils.spec import known
 from .._utils.version import VERSION
 from ..attention import Attention
 from ..models.decoder import Decoder
+from ..modules.quantized import Quantized
 from ..ops import onnx as operator
 from ..ops.onnx import DOMAINS, OPSET
 
@@ -132,6 +133,8 @@ def _check(model: Any) -> None:
         raise ValueError(f"export takes a Decoder or an attention, not {type(model).__name__}")
     if isinstance(model, Attention) and not model.causal:
         raise ValueError(f"{model.name} with causal=False has no step; build it with causal=True to export it")
+    if packed := [name for name, module in model.named_modules() if isinstance(module, Quantized)]:
+        raise ValueError(f"{packed[0]} has quantized weights; export the model as it was before quantize()")
     for name, tensor in model.state_dict().items():
         if tensor.is_floating_point() and (tensor.dtype != torch.float32 or tensor.device.type != "cpu"):
             raise ValueError(
