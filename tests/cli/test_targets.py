@@ -91,7 +91,7 @@ class TestTrain:
         assert "parameters, softmax > softmax > softmax; pairs:" in opening
         assert "examples of up to 4 tokens, " in opening
         assert "bits/token, exact 0.0%" in step
-        assert "bits/token; exact: validation 0.0%, test 0.0%; in lines" in last
+        assert "examples); exact: validation 0.0%, test 0.0%; in lines" in last
 
     def test_help_names_the_fields_of_each_kind(self, capsys):
         plain = said(capsys, "train", "--help")

@@ -64,7 +64,7 @@ def test_weights_of_another_shape_are_refused(tmp_path):
 
 
 def test_unknown_types_are_refused_by_name(tmp_path):
-    (tmp_path / "config.json").write_text('{"model_type": "cyfa"}')
+    (tmp_path / "config.json").write_text('{"model_type": "cyclic_flow_attention"}')
     with pytest.raises(ValueError, match="rotating slots"):
         fla.load(tmp_path)
 

@@ -195,7 +195,7 @@ def test_what_is_not_served_says_why(tokenizer, tmp_path):
 
     for kind, why in (
         ("llama", "not one with recurrent layers"),
-        ("cyfa", "rotating slots"),
+        ("cyclic_flow_attention", "rotating slots"),
         ("zaya", "no kernel"),
         ("glm5_next", "indexer"),
         ("mamba2", "has no tokenizer.json"),
