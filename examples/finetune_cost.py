@@ -2,16 +2,16 @@
 
     python examples/finetune_cost.py
     python examples/finetune_cost.py --model ./Qwen3.5-0.8B --rounds 3
+    python examples/finetune_cost.py --width 512 --vocabulary 248320 --weights int8 --plain-dtype bfloat16
 
 Without ``--model`` it builds a Qwen3.5 with random weights. The sequences are beginnings of modules of Python's
 standard library, as bytes. longspan packs them into rows. The plain loop pads them, because recurrent layers of
 transformers leak between the sequences of a row. Each turn runs in a separate process, with the same weights and
-sequences. It requires pip install ".[train,lora]".
+sequences. Memory is read on Linux. It requires pip install ".[train,lora]".
 """
 
 import argparse
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -41,6 +41,10 @@ parser.add_argument(
     help="ends of the names of the layers that are changed",
 )
 parser.add_argument("--checkpointing", action="store_true", help="both store the inputs of blocks alone")
+parser.add_argument(
+    "--weights", default="", help="int8 | int4, to which longspan rounds the frozen weights; default: none"
+)
+parser.add_argument("--plain-dtype", default="float32", help="dtype of the plain loop's model: float32 | bfloat16")
 parser.add_argument("--turn", choices=("longspan", "plain"), help=argparse.SUPPRESS)
 args = parser.parse_args()
 
@@ -93,7 +97,8 @@ def longspan_step(model):
     """A step of ``longspan finetune`` -> what computes its loss, and the weights that are trained."""
     on_cpu.accelerate(model)
     torch.manual_seed(1)
-    tuned = finetune.Tuned(model, finetune.FinetuneConfig(targets=args.targets, checkpointing=args.checkpointing))
+    how = finetune.FinetuneConfig(targets=args.targets, checkpointing=args.checkpointing, weights=args.weights)
+    tuned = finetune.Tuned(model, how)
     data = rows(model.config.vocab_size)
     batch = data.take("train", torch.arange(data.count("train")))
     return lambda: tuned.nats(batch) / (batch.targets >= 0).sum(), [*tuned.parameters()]
@@ -127,13 +132,22 @@ def plain_step(model):
     return loss, [p for p in changed.parameters() if p.requires_grad]
 
 
+def resident(field):
+    """Resident memory of this process in MB, now (VmRSS) or at the peak (VmHWM)."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) / 1024
+
+
 def turn(name):
     """Train for some steps in this process, and print the figures as JSON."""
     model = build().train()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if name == "plain":
+        model = model.to(getattr(torch, args.plain_dtype))
+    before = resident("VmRSS")
     loss, trained = (longspan_step if name == "longspan" else plain_step)(model)
     optimizer = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.0)
     losses, times = [], []
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     for _ in range(args.steps):
         begin = time.perf_counter()
         value = loss()
@@ -142,8 +156,8 @@ def turn(name):
         optimizer.zero_grad()
         times.append(time.perf_counter() - begin)
         losses.append(float(value))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    print(json.dumps({"losses": losses, "seconds": median(times[1:] or times), "mb": (peak - before) / 1024}))
+    peak = resident("VmHWM")
+    print(json.dumps({"losses": losses, "seconds": median(times[1:] or times), "peak": peak, "more": peak - before}))
 
 
 if args.turn:
@@ -160,10 +174,11 @@ for _ in range(args.rounds):
         results.append(json.loads(done.stdout.splitlines()[-1]))
 print(f"{args.sequences} sequences, {tokens:,} tokens with a loss per step, {data.count('train')} packed rows")
 for name, results in found.items():
-    seconds, peak = (median(one[key] for one in results) for key in ("seconds", "mb"))
+    seconds, peak, more = (median(one[key] for one in results) for key in ("seconds", "peak", "more"))
     losses = " ".join(f"{loss:.5f}" for loss in results[0]["losses"])
-    print(f"{name}: {tokens / seconds:,.0f} tokens/s, {peak:,.0f} MB more than the model; losses {losses}")
-speed, memory = (
-    median(a[key] / b[key] for a, b in zip(found["plain"], found["longspan"], strict=True)) for key in ("seconds", "mb")
-)
-print(f"longspan has {speed:.2f} times the tokens/s and takes {1 / memory:.2f} times the memory")
+    print(
+        f"{name}: {tokens / seconds:,.0f} tokens/s, peak {peak:,.0f} MB, {more:+,.0f} MB to the model; losses {losses}"
+    )
+pairs = [*zip(found["plain"], found["longspan"], strict=True)]
+speed, memory = (median(a[key] / b[key] for a, b in pairs) for key in ("seconds", "peak"))
+print(f"longspan has {speed:.2f} times the tokens/s and {1 / memory:.2f} times the peak memory")

@@ -42,7 +42,9 @@ TINY |= {"documents": 2, "speed": 64, "texts_measured": 10, "attention": "hedgeh
 LONG = 16384
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("what", nargs="?", default="all", choices=("prepare", "convert", "measure", "all"))
+parser.add_argument(
+    "what", nargs="?", default="all", choices=("prepare", "convert", "measure", "all"), help="default: %(default)s"
+)
 parser.add_argument("--out", default="runs/sentences", help="folder of everything; default: %(default)s")
 parser.add_argument("--teacher", default="", help="folder of the teacher; default: that of prepare")
 parser.add_argument("--texts", default="", help="folder with train.txt and held.txt; default: that of prepare")

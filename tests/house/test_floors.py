@@ -152,7 +152,7 @@ def modules_in_ops(package: Path) -> list[str]:
     return found
 
 
-BASES = {"Attention", "Patterned", "Cached"}
+BASES = {"Attention", "Patterned", "Cached", "Blockwise"}
 
 
 def registering(package: Path) -> dict[str, int]:
