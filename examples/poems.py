@@ -238,7 +238,7 @@ def padded(rows):
 
 
 def draw(model, codec, prompts, seed, temperature):
-    """Draw a poem for each prompt, all at once -> texts, and the characters per second of processor time."""
+    """Return one poem per prompt, drawn in one batch, and the characters per second of processor time."""
     import longspan
 
     tokens, mask = padded([codec.encode(prompt) for prompt in prompts])
@@ -252,7 +252,7 @@ def draw(model, codec, prompts, seed, temperature):
 
 
 def measure(args):
-    """Print bits per character beside compressors, and how many drawn poems keep their form and rhyme."""
+    """Print bits per character of the model and of compressors, and the shares of drawn poems with form and rhyme."""
     import longspan
     from longspan.models import pretrained
     from longspan.serving import hub

@@ -369,7 +369,7 @@ class TestEncoders:
             ({"attention": "linear"}, {}, "layer 0 of the teacher is linear"),
             ({}, {"text": 0.5}, "text=0.5 is a share of the loss of a decoder"),
             ({}, {"tokens": 2.0}, "tokens=2.0 must be in"),
-            ({}, {"positions": 8}, "positions=8 must be 0, or .* this Encoder has"),
+            ({}, {"positions": 8}, "positions=8 requires an encoder .*This Encoder has"),
             ({"positions": "sinusoidal"}, {"positions": 64}, "has positions='sinusoidal'"),
             ({}, {"attention": "gated_deltanet"}, "gated_deltanet has no bidirectional form"),
         ],
@@ -384,7 +384,7 @@ class TestEncoders:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"positions": 64}, "positions=64 must be 0, or .* this Decoder has"),
+        ({"positions": 64}, "positions=64 requires an encoder .*This Decoder has"),
         ({"keep": 3}, "keep=3 must be less than the 3 layers"),
         ({"keep": 1, "layer_steps": 0}, "which layer_steps=0 leaves out"),
         ({"keep_layers": (3,)}, "no layer 3 to keep: the teacher has layers 0 to 2"),

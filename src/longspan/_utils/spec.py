@@ -107,7 +107,7 @@ def options(maker: Callable) -> dict[str, inspect.Parameter]:
 
 
 def _signature(maker: Callable) -> inspect.Signature:
-    # A maker with a signature of its own is made for one call; the others are functions of a module.
+    # Makers with ``__signature__`` are created in each call of ``parse``: a cache would keep them.
     return getattr(maker, "__signature__", None) or _read_signature(maker)
 
 

@@ -48,7 +48,7 @@ class Grouped(Attention[S]):
 
 
 def check_groups(kv_heads: int, heads: int) -> int:
-    """Return the number of heads of keys and values; 0: as many as heads.
+    """Return the number of heads of keys and values: ``kv_heads``, or ``heads`` if it is 0.
 
     Raises:
         ValueError: ``kv_heads`` does not divide ``heads``.

@@ -50,7 +50,7 @@ def plan(teacher: Decoder | Encoder, attention: str, kept: Collection[int] = (),
         teacher: The teacher.
         attention: Specs of the student's layers, tiled over the depth; ``softmax`` keeps the teacher's layer.
         kept: Further layers that stay as they are.
-        positions: Number of learned positions of an encoder's student; 0: as many as the teacher has.
+        positions: The number of learned positions of the new encoder; 0: that of the teacher.
 
     Raises:
         ValueError: The teacher or one of its layers cannot be mapped, a spec is wrong, or no layer is converted.
@@ -77,8 +77,8 @@ def plan(teacher: Decoder | Encoder, attention: str, kept: Collection[int] = (),
     if positions:
         if not isinstance(teacher, Encoder) or not isinstance(kind, Learned) or positions < length:
             raise ValueError(
-                f"positions={positions} must be 0, or for an encoder with learned positions at least as many as the "
-                f"teacher's: this {type(teacher).__name__} has positions={config.positions!r}, length={length}"
+                f"positions={positions} requires an encoder with learned positions, and at least as many as it has; "
+                f"otherwise pass 0. This {type(teacher).__name__} has positions={config.positions!r}, length={length}"
             )
         length = positions
     # Rotary positions are options of the layers that have them.

@@ -15,7 +15,7 @@ THRESHOLD, MAPPED = -3, 65536  # glibc's M_MMAP_THRESHOLD; bytes from which ``re
 LARGE_PAGE = 2**21  # bytes, on x86 and on arm64 with the usual small pages
 ADVICE = getattr(mmap, "MADV_HUGEPAGE", None)  # known on Linux only
 COLLAPSE = 25  # Linux's MADV_COLLAPSE, since 6.1, which Python does not name
-BESIDE = 2**16  # bytes between two tensors that may lie on one large page
+GAP = 2**16  # bytes: tensors that are closer than this count as one block
 
 
 @functools.cache
@@ -70,7 +70,7 @@ def use_large_pages(tensors: Iterable[Tensor]) -> None:
         return
     ranges: list[tuple[int, int]] = []
     for begin, size in sorted((t.data_ptr(), t.nbytes) for t in plain):
-        if ranges and begin - ranges[-1][1] < BESIDE:
+        if ranges and begin - ranges[-1][1] < GAP:
             ranges[-1] = ranges[-1][0], max(ranges[-1][1], begin + size)
         else:
             ranges.append((begin, begin + size))

@@ -356,7 +356,7 @@ class Served(NamedTuple):
     wide: bool = False
     """whether logits are float32 in any dtype"""
     files: tuple[str, ...] = ()
-    """the modules of its classes, if they are not those of its own"""
+    """the modules of transformers that define its classes; (): those named after the type"""
 
 
 def _named(prefix: str, names: str, *others: str) -> tuple[str, ...]:

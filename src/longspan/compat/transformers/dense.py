@@ -55,10 +55,7 @@ def to_decoder(model: Any, tokenizer: str = "") -> Decoder:
     fields = describe(config)
     vocab = config.vocab_size
     if tokenizer:
-        known = tokenization.vocab_of(tokenization.parsed(tokenizer))
-        if known > vocab:
-            raise ValueError(f"the tokenizer has {known} tokens, but the model has only {vocab} embeddings")
-        vocab = known
+        vocab = tokens_of(tokenizer, vocab)
     given = dict(weights(model))
     tied = config.tie_word_embeddings
     table = given["embedding.tokens.weight"]
@@ -74,6 +71,18 @@ def to_decoder(model: Any, tokenizer: str = "") -> Decoder:
     assert not given, f"weights without a place: {', '.join(given)}"
     made.tokenizer = tokenizer
     return made.eval()
+
+
+def tokens_of(tokenizer: str, embeddings: int) -> int:
+    """Return the number of tokens of a tokenizer's file content.
+
+    Raises:
+        ValueError: The model has fewer embeddings.
+    """
+    known = tokenization.vocab_of(tokenization.parsed(tokenizer))
+    if known > embeddings:
+        raise ValueError(f"the tokenizer has {known} tokens, but the model has only {embeddings} embeddings")
+    return known
 
 
 def load_decoder(source: str | Path) -> Decoder:

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from ..._utils.optional_deps import need
 from ..._utils.typecheck import format_value
-from ...data import tokenization
 from ...models.config import EncoderConfig
 from ...models.encoder import Encoder
-from .dense import ACTIVATIONS, TOKENIZER, load_decoder
+from .dense import ACTIVATIONS, TOKENIZER, load_decoder, tokens_of
 from .dense import TYPES as DECODERS
 
 TYPES = ("bert", "roberta", "xlm-roberta")
@@ -72,8 +71,8 @@ def to_encoder(model: Any, tokenizer: str = "", *, pool: str = "mean") -> Encode
         raise ValueError(
             f"an encoder of longspan has no activation {config.hidden_act!r}; known: {', '.join(ACTIVATIONS)}"
         )
-    if tokenizer and (known := tokenization.vocab_of(tokenization.parsed(tokenizer))) > config.vocab_size:
-        raise ValueError(f"the tokenizer has {known} tokens, but the model has only {config.vocab_size} embeddings")
+    if tokenizer:
+        tokens_of(tokenizer, config.vocab_size)
     given = dict(_weights(model.base_model, kind))
     made = Encoder(
         EncoderConfig(
