@@ -28,11 +28,15 @@ LATENT = {"num_heads": 4, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_he
 CASES |= {
     "transformer": ("transformer", {"num_heads": 2}),
     "transformer-shared": ("transformer", WIDE | {"window_size": 5}),
+    "bitnet": ("bitnet", SHARED | {"window_size": 5}),
+    "deltaformer": ("deltaformer", {"num_heads": 2, "use_cache": True}),
+    "deltaformer-wide": ("deltaformer", {"num_heads": 4, "qkv_bias": True, "qk_norm": True, "use_cache": True}),
     "mla": ("mla", LATENT | {"v_head_dim": 8, "q_lora_rank": 12}),
     "mla-window": ("mla", LATENT | {"v_head_dim": 10, "q_lora_rank": None, "window_size": 5}),
 }
 REFUSED = [
     ("transformer", {"rope_theta": None}, "rope_theta=None"),
+    ("deltaformer", {"num_kv_heads": 2}, "num_kv_heads=2 must be num_heads=8"),
     ("mla", {"qk_head_dim": 7}, "qk_head_dim=7 must be qk_nope_head_dim [+] qk_rope_head_dim = 192"),
     ("mla", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_parameters"),
     ("forgetting_transformer", {"window_size": 8}, "window_size=8 must be null"),
@@ -177,6 +181,35 @@ def transformer(layer, x, options):
         q, k = rms(q, 1e-5, layer.q_norm.weight), rms(k, 1e-5, layer.k_norm.weight)
     k, v = (t.repeat_interleave(repeats, 1) for t in (turned(k), v))
     return attended(turned(q), k, v, banded(len(x), options.get("window_size"))).flatten(1)
+
+
+def bit(project, x):
+    """Activations of 8 bits times ternary weights."""
+    x = rms(x, 1e-8, project.norm.weight)
+    levels, size = 127 / x.abs().max(-1, keepdim=True).values, project.weight.abs().mean()
+    near = torch.arange(-1.0, 2.0, dtype=x.dtype)
+    ternary = near[(project.weight[..., None] / size - near).abs().argmin(-1)] * size
+    return (x * levels).round() / levels @ ternary.T
+
+
+def bitnet(layer, x, options):
+    q, k, v = (bit(getattr(layer, f"{name}_proj"), x).unflatten(-1, (-1, 8)) for name in "qkv")
+    k, v = (t.repeat_interleave(2, 1) for t in (turned(k), v))
+    o = attended(turned(q), k, v, banded(len(x), options["window_size"])).flatten(1)
+    # The test multiplies by the weights of the output.
+    return bit(layer.o_proj, o) @ torch.linalg.inv(layer.o_proj.weight.T)
+
+
+def deltaformer(layer, x, options):
+    q, k, v, _ = projected(layer, x, options)
+    if options.get("qk_norm"):
+        q, k = rms(q, 1e-5, layer.q_norm.weight), rms(k, 1e-5, layer.k_norm.weight)
+    q, k, beta, u = turned(q), turned(k), linear(layer.b_proj, x), v[:0]
+    for t in range(len(x)):
+        logits = torch.einsum("hd,jhd->hj", q[t], k[:t]) / q.shape[-1] ** 0.5
+        before = torch.einsum("hj,jhd->hd", logits.softmax(-1), u)
+        u = torch.cat([u, (v[t] - beta[t, :, None] * before)[None]])
+    return attended(q, k, u, causal(len(x))).flatten(1)
 
 
 def mla(layer, x, options):

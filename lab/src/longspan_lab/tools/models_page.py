@@ -62,7 +62,7 @@ def of_fla(served: dict[str, list[str]]) -> Iterator[tuple[str, ...]]:
     rows: dict[tuple[str, str], list[str]] = {}
     for kind, family in models.supported().items():
         names = served[kind] if family.of_transformers else called(family)
-        rows.setdefault((title(kind), "; ".join(names)), []).append(kind)
+        rows.setdefault((title(kind), "; ".join(names) or "torch operations"), []).append(kind)
     for (layer, names), kinds in rows.items():
         yield "flash-linear-attention", quoted(kinds), layer, names
 

@@ -40,14 +40,18 @@ class Attention(Mixer):
     def start(self, batch: int) -> KeyValues:
         return kv_cache.empty(batch, self.groups, 0, self.size, self.like)
 
-    def forward(self, x: Tensor, state: KeyValues | None, call: Call) -> tuple[Tensor, KeyValues | None]:
+    def heads_of(self, x: Tensor, state: KeyValues | None, call: Call) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return queries (B,H,N,D), keys, values (B,G,N,D), and the positions of the tokens (B,N)."""
         q, k, v = (heads(project(x), self.size) for project in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         at, _ = positions(x, state and state.length, mask=call.mask, segments=call.segments)
         if self.rope_theta:
             q, k = rotate(q, at, self.rope_theta), rotate(k, at, self.rope_theta)
-        o, state = attend(q, k, v, at, state, call, self.window_size)
+        return q, k, v, at
+
+    def forward(self, x: Tensor, state: KeyValues | None, call: Call) -> tuple[Tensor, KeyValues | None]:
+        o, state = attend(*self.heads_of(x, state, call), state, call, self.window_size)
         return self.o_proj(merge(o)), state
 
 

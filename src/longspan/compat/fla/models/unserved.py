@@ -4,8 +4,6 @@ UNSERVED = {
     "mom": "which routes tokens to several memories",
     "momentum_deltanet": "whose state is a pair of matrices",
     "cyclic_flow_attention": "whose state has rotating slots",
-    "bitnet": "whose weights and activations are rounded in each call",
-    "deltaformer": "whose values are corrected by attention to earlier values",
     "wall_transformer": "whose logits decay by channels of keys",
     "parallax": "whose values have a correction of first order",
     "cat": "which compresses chunks by a second model",

@@ -1,8 +1,9 @@
-"""The plain transformer of flash-linear-attention, and its form with latent keys and values (2405.04434)."""
+"""Transformers of flash-linear-attention: plain, with ternary weights (2402.17764), with latent keys (2405.04434)."""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .....modules.rotary import rotate
@@ -13,12 +14,42 @@ from ..family import Family
 from ..mixer import Call, Mixer, RMSNorm, heads
 from .moba import check_rotary
 
-OPTIONS = ("num_heads", "num_kv_heads", "qkv_bias", "qk_norm", "window_size", "rope_theta")
+BIT_OPTIONS = ("num_heads", "num_kv_heads", "window_size", "rope_theta")
+OPTIONS = (*BIT_OPTIONS, "qkv_bias", "qk_norm")
 
 
 def attention(config: Any, layer: int) -> Attention:
     """Return the softmax attention of a layer."""
     return Attention(config.hidden_size, layers=None, **{name: getattr(config, name) for name in OPTIONS})
+
+
+class BitLinear(nn.Linear):
+    """A norm, then activations of 8 bits times weights -1, 0 or 1 with one scale; gradients ignore the rounding."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__(inputs, outputs, bias=False)
+        self.norm = RMSNorm(inputs, 1e-8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        levels = 127 / x.detach().abs().amax(-1, keepdim=True).clamp(min=1e-5)
+        size = self.weight.detach().abs().mean().clamp(min=1e-5)
+        # A half is rounded away from zero in activations, and to even in weights, as in the original.
+        rounded = (x * levels).abs().add(0.5).floor().copysign(x).clamp(-128, 127) / levels
+        ternary = (self.weight / size).round().clamp(-1, 1) * size
+        return F.linear(x + (rounded - x).detach(), self.weight + (ternary - self.weight).detach())
+
+
+class BitAttention(Attention):
+    """Softmax attention whose projections are ``BitLinear``."""
+
+    def __init__(self, config: Any, layer: int):
+        given = {name: getattr(config, name) for name in BIT_OPTIONS}
+        super().__init__(config.hidden_size, layers=None, **given)
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            plain = self.get_submodule(name)
+            assert isinstance(plain, nn.Linear)
+            setattr(self, name, BitLinear(plain.in_features, plain.out_features))
 
 
 class LatentAttention(Mixer):
@@ -79,6 +110,13 @@ FAMILIES = (
             "window_size": None,
             "rope_theta": 10000.0,
         },
+        check=check_rotary,
+    ),
+    Family(
+        "bitnet",
+        "BitNet",
+        BitAttention,
+        options={"num_heads": 32, "num_kv_heads": None, "window_size": None, "rope_theta": 10000.0},
         check=check_rotary,
     ),
     Family(
