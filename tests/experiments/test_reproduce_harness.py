@@ -27,9 +27,7 @@ WHOLE = [name for name in HERE if name != "images"]
 ON_A_GPU = [name for name in HERE if any(field.name == "device" for field in fields(EXPERIMENTS[name].quick))]
 # What is timed is never the same twice.
 TIMED = ("language", "lra", "scaling", "segments", "speech")
-REPEATABLE = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name == "spans")) for name in WHOLE if name not in TIMED
-]
+REPEATABLE = [pytest.param(name, marks=[pytest.mark.slow] * (name == "spans")) for name in WHOLE if name not in TIMED]
 
 
 @pytest.fixture(autouse=True)
