@@ -1,6 +1,7 @@
 """What holds in every test: uninitialized memory is never zero by luck, and tests that need a device say so."""
 
 import functools
+import importlib.util
 import math
 import os
 import re
@@ -51,6 +52,12 @@ AREAS = {
     "docs": ("house",),
 }
 AREA = {folder: area for area, folders in AREAS.items() for folder in folders}
+# Optional packages without which a folder has no tests.
+NEEDS = {
+    "bench": ("matplotlib",),
+    "experiments": ("matplotlib", "sklearn", "lightning"),
+    "serving": ("httpx", "uvicorn", "starlette", "prometheus_client", "openai"),
+}
 # Files with fixtures that take long to set up: the tests of each run in one process, which sets them up once.
 TOGETHER = {
     f"tests/{name}.py"
@@ -85,7 +92,7 @@ LATER = tuple(
         models/test_shipped.py models/test_shipped_text.py ops/test_instruction_sets.py serving/test_faults.py
         serving/test_lm_eval.py serving/test_machine.py serving/test_sessions.py speech/test_shipped_digits.py
         testing/test_device_laws.py train/test_auxiliary.py train/test_finetune.py train/test_fsdp.py
-        train/test_learned.py train/test_linearize.py train/test_sequence_parallel_runs.py train/test_statistics.py
+        train/test_learned.py train/test_linearize.py train/test_sequence_parallel_runs.py
         train/test_together.py train/test_train_tokens.py
     """.split()
 )
@@ -105,8 +112,10 @@ def _late(path: Path) -> bool:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """The fast tier does not import what it leaves out."""
-    return True if config.getoption("--tier") == "fast" and _late(collection_path) else None
+    """The fast tier does not import what it leaves out, and no tier what lacks its packages."""
+    folder = "".join(collection_path.relative_to(Path(__file__).parents[1]).parts[1:2])
+    absent = [name for name in NEEDS.get(folder, ()) if importlib.util.find_spec(name) is None]
+    return True if absent or (config.getoption("--tier") == "fast" and _late(collection_path)) else None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -5,13 +5,9 @@ import sys
 
 import numpy as np
 import pytest
-
-import bench_subjects
-
-pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longspan[plot]")
-
 from PIL import Image
 
+import bench_subjects
 from longspan.cli.entry import WRONG, main
 from longspan.generation.native_decoder import Engine
 from longspan.models import pretrained

@@ -5,9 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longspan[plot]")
-
 from PIL import Image
 
 from longspan.cli.entry import main

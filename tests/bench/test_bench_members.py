@@ -7,9 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longspan[plot]")
-
-
 import longspan
 from longspan.attention.families import FAMILIES
 from longspan.attention.registry import mechanism

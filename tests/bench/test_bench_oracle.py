@@ -11,7 +11,7 @@ from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.ops.backends import backend
 from longspan.ops.native.call import available
-from longspan_lab.bench import candidates, decoders, decoding, local, oracle, peers, worker
+from longspan_lab.bench import candidates, decoders, decoding, local, oracle, worker
 
 ROOT = Path(__file__).parents[2]
 FAKE = [sys.executable, "-I", worker.__file__, bench_subjects.__file__]
@@ -254,7 +254,3 @@ def test_other_libraries_agree_where_they_are_installed():
     finally:
         for remote in remotes:
             remote.close()
-
-
-def test_the_subjects_of_other_libraries_are_named():
-    assert set(peers.SUBJECTS) == {"ft", "performer"}

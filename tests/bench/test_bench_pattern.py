@@ -6,9 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longspan[plot]")
-
-
 from longspan import patterns
 from longspan.ops import sparse
 from longspan.ops.native.call import available

@@ -1,13 +1,10 @@
 """``longspan bench profile``: shares follow from clocks and times, and kernels with clocks compute the same values."""
 
-import json
 import mmap
 import re
 
 import pytest
 import torch
-
-pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longspan[plot]")
 
 from longspan.cli.entry import WRONG, main
 from longspan.ops.native import build
@@ -15,7 +12,6 @@ from longspan.ops.native.build import toolchain
 from longspan.ops.native.call import available
 from longspan_lab._utils import palette
 from longspan_lab.bench import candidates, case, gated, limits, profile
-from longspan_lab.tools import performance
 from support.bench import in_quiet, run_into_o
 
 HEADER = toolchain.FOLDER / "shared" / "stages.h"
@@ -120,7 +116,7 @@ UNUSED = {
 @pytest.mark.full
 @pytest.mark.parametrize(
     "kernel",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("linear", "convolution"))) for name in UNUSED],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != "linear")) for name in UNUSED],
 )
 def test_kernels_with_clocks(kernel, clocks):
     family = profile.KERNELS[kernel].family
@@ -255,51 +251,3 @@ def test_a_wrong_kernel_gets_no_figure(capsys, monkeypatch, kernels):
 def test_mistakes(words, message, capsys, kernels):
     assert main(["bench", "profile", *words]) == WRONG
     assert message in capsys.readouterr().err
-
-
-def row(what, **values):
-    return {"what": what, "kernel": "delta", "mode": "forward", **values}
-
-
-def test_tables_over_machines(at, monkeypatch):
-    monkeypatch.setattr(performance, "RESULTS", at)
-    monkeypatch.setattr(performance, "MACHINES", ("new", "old", "none"))
-    assert "Not measured yet" in performance.shares()
-    assert "Not measured yet" in performance.token_steps()
-
-    new = {"rows": [row("sequence", length=4096, share=0.42), row("step", batch=64, to_bound=1.25)]}
-    avx2 = {"rows": [row("sequence", length=4096, share=0.33)]}
-    linear = {"candidate": "linear", "length": 4096}
-    attention = {
-        "rows": [{**linear, "mode": mode, "share": s} for mode, s in (("forward", 0.2), (profile.MODES[1], 0.1))]
-    }
-    native = {"candidate": "native", "rule": "delta"}
-    rows = [{**native, "mode": "forward", "seconds": 0.01}, {**native, "mode": "step", "batch": 64, "to_bound": 1.5}]
-    rows.append({**rows[0], "rule": "channel delta"})
-    options = {"batch": 1, "heads": 8, "length": 4096, "size": 64}
-    of_gated = {"rows": rows, "options": options, "gemm_gflops": 250.0}
-    step = {
-        "rows": [{"candidate": "linear", "batch": 1, "to_bound": 1.7}, {"candidate": "ft", "batch": 1, "to_bound": 9}]
-    }
-    files = {"new/profile": new, "new/profile_avx2": avx2, "new/step": step}
-    files |= {"old/attention": attention, "old/gated": of_gated, "old/step": step}
-    for name, result in files.items():
-        path = at / f"{name}.json"
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(json.dumps(result))
-
-    share = 100 * 6 * 64 * 64 * 8 * 4096 / 0.01 / 1e9 / 250
-    shares = performance.block("shares")
-    assert "| kernel | tokens | new | new, AVX2 kernels | old* |" in shares
-    assert f"| delta | 4,096 | 42 / - | 33 / - | {share:.0f} / - |" in shares
-    assert "| linear | 4,096 | - | - | 20 / 10 |" in shares
-    assert "copy" not in shares
-    new["rows"].append({**row("sequence", length=512, share=0.25), "kernel": "convolution"})
-    (at / "new" / "profile.json").write_text(json.dumps(new))
-    shares = performance.block("shares")
-    assert "| convolution | 512 | 25 / - | - | - |" in shares
-    assert "convolution: percent of the rate of a copy" in shares
-    steps = performance.block("token_steps")
-    assert "| delta | 64 | 1.25 | - | 1.50 |" in steps
-    assert "| linear | 1 | - | - | 1.70 |" in steps
-    assert "9.00" not in steps

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 
-pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longspan[plot]")
 pytest.importorskip("transformers", reason="the model is one of transformers: pip install longspan[transformers]")
 
 from longspan.cli.entry import WRONG, main

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longspan[plot]")
-
 import longspan
 from longspan.cli import trained
 from longspan.cli.entry import main

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longspan[plot]")
 pytest.importorskip("uvicorn", reason="the server: pip install longspan[serve]")
 pytest.importorskip("tokenizers", reason="the prompts: pip install longspan[tokens]")
 
@@ -203,7 +202,7 @@ def test_the_server_on_a_folder_that_is_made(small, monkeypatch, tmp_path, name)
     assert [(row["way"], row["equal_texts"]) for row in found["rows"]] == [("longspan", 2), ("itself", 2)]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_transformers_serves_the_same_texts(small, monkeypatch, tmp_path):
     for name in ("fastapi", "openai"):
         pytest.importorskip(name, reason='the peer: pip install "transformers[serving]"')

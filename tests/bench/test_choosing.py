@@ -95,29 +95,6 @@ def test_every_mechanism_is_in_the_table():
     assert all(choosing.group(default) == name for name, (_, _, default) in choosing.KINDS.items())
 
 
-def test_a_row_has_the_figures_of_the_result(result):
-    found = choosing.Figures(result)
-    assert choosing.row(found, "linear") == ["4,000", "4,000", "4", "4", "3.5", "65", "125,000"]
-    assert choosing.row(found, "star")[-2:] == ["-", "-"]  # it has no causal form
-    lines = {line[0]: line for line in cells(choosing.every(found).split("\n\n")[1])}
-    assert [line[2] for line in lines.values()] == ["yes", "no", "yes", "yes"]
-    # linear is slower at 1024 tokens and faster at 16384, sac slower at both
-    assert 1024 < int(lines[choosing.link("linear")][-1].replace(",", "")) < 16384
-    assert lines[choosing.link("sac")][-1] == "-"
-
-
-def test_csv_files_have_the_figures_of_the_result(result):
-    found = choosing.Figures(result)
-    rows = choosing.by_length(found)
-    assert len(rows) == len(result["rows"])
-    (linear,) = [one for one in rows if (one["mechanism"], one["mode"], one["tokens"]) == ("linear", "step", 16384)]
-    assert (linear["seconds"], linear["state_bytes"]) == (0.125, 66560)
-    grown = {one["mechanism"]: one for one in choosing.growth(found)}
-    assert grown["sac"]["declared_exponent"] == 2.0
-    assert (grown["sac"]["forward_exponent"], grown["sac"]["forward_and_backward_exponent"]) == (1.4, 1.5)
-    assert choosing.left_out(found) == [{"mechanism": "sac", "reason": "forward from N 32768 on: long"}]
-
-
 def test_a_run_is_copied_and_the_pages_written(result, tmp_path, monkeypatch):
     at = places(tmp_path, monkeypatch)
     folder = tmp_path / "run"
@@ -176,31 +153,6 @@ def test_a_later_run_of_some_lengths_replaces_their_figures(result, tmp_path, mo
     assert (place / "every.csv").read_text().startswith("candidate,")
     assert (place / "every.png").read_bytes()[:4] == b"\x89PNG"
     assert f"--lengths {first}`" in choosing.CHOOSER.read_text()
-
-
-def test_a_linear_map_forecasts_best():
-    errors = {one["model"]: [error for key, error in one.items() if key != "model"] for one in choosing.forecasts(None)}
-    first, *others = errors
-    assert first == "linear map, ridge"
-    assert all(a < b for other in others for a, b in zip(errors[first], errors[other], strict=True))
-    found = json.loads((choosing.TASKS / "forecast.json").read_text(encoding="utf-8"))
-    (row,) = [row for row in found["rows"] if (row["model"], row["horizon"]) == ("informer", 168)]
-    assert errors["informer"][found["settings"]["horizons"].index(168)] == round(row["mse"], 3)
-    day = errors["the last day again"]
-    assert all(a < b for name in ("informer", "softmax") for a, b in zip(day, errors[name], strict=True))
-
-
-def test_tasks_are_those_of_the_experiments():
-    found = json.loads((choosing.TASKS / "mqar.json").read_text(encoding="utf-8"))
-    pairs, dims = found["settings"]["pairs"][-1], found["settings"]["dims"]
-    best = max(row["accuracy"][-1] for row in found["rows"] if (row["spec"], row["dim"]) == ("linear", dims[0]))
-    (row,) = [one for one in choosing.recall(None) if (one["mechanism"], one["width"]) == ("linear", dims[0])]
-    assert row[f"recalled_of_{pairs}"] == round(best, 4)
-    image = json.loads((choosing.TASKS / "images.json").read_text(encoding="utf-8"))
-    linear = next(row for row in image["rows"] if row.get("attention") == "linear")
-    tasks = choosing.tasks(None)
-    assert round(linear["test"], 3) in [one.get("test_bits_per_dim") for one in tasks]
-    assert {one["attention"] for one in tasks if one["task"].startswith("copy")} >= {"softmax", "linear"}
 
 
 def test_a_later_run_adds_mechanisms(result):

@@ -250,45 +250,22 @@ def test_without_figures_the_page_states_that_nothing_is_measured(pages):
     assert "Not measured yet. `make gpu`" in pages.PAGE.read_text()
 
 
-def test_the_page_takes_the_figures_of_a_card(pages, tmp_path):
-    refused = {
-        "part": "bench",
-        "candidate": "delta_rule, triton",
-        "mode": "forward",
-        "n": 4096,
-        "dim": 64,
-        "error": "E: x",
-    }
-    rows = [
-        bench_row("linear_attention, triton", "forward", 0.251),
-        bench_row("linear_attention, triton", "training", 0.952),
-        bench_row("linear_attention, torch", "forward", 2.6),
-        bench_row("sdpa causal", "forward", 0.8),
-        refused,
-        {"part": "decode", "mechanism": "linear", "batch": 1, "how": "graph", "token_ms": 0.271},
-    ]
-    first = measured(tmp_path / "first", {"bench": "done", "decode": "stopped at its limit of 9 s"}, rows)
-    pages.main(first)
-    text = pages.PAGE.read_text()
-    assert "### NVIDIA H100 80GB HBM3" in text
-    assert "benchmarks/nvidia-h100-80gb-hbm3\n" in text
-    assert "| linear attention | 4096 | 64 | 0.25 / 0.95 | 2.60 / - | - / - | 0.80 / - |" in text
-    assert "| delta rule | 4096 | 64 | - / - | - / - | - / - | 0.80 / - |" in text
-    assert "| `linear` | 1 | - | 0.271 |" in text
-    raw = (pages.RAW / "nvidia-h100-80gb-hbm3.md").read_text()
-    assert "# NVIDIA H100 80GB HBM3\n" in raw
-    assert "decode: stopped at its limit of 9 s" in raw
-    # A second run measures other parts, and one of the first again.
+def test_a_second_run_of_a_card_replaces_the_parts_that_it_has(pages, tmp_path):
+    step = {"part": "decode", "mechanism": "linear", "batch": 1, "how": "graph"}
+    rows = [bench_row("linear_attention, triton", "forward", 0.251), step | {"token_ms": 0.271}]
+    pages.main(measured(tmp_path / "first", {"bench": "done", "decode": "stopped at its limit of 9 s"}, rows))
+    assert "| `linear` | 1 | - | 0.271 |" in pages.PAGE.read_text()
+    raw = pages.RAW / "nvidia-h100-80gb-hbm3.md"
+    assert "decode: stopped at its limit of 9 s" in raw.read_text()
     law = {"part": "laws", "mechanism": "gla", "law": "causal", "status": "failed", "error": 0.5, "note": "differs"}
-    again = {"part": "decode", "mechanism": "linear", "batch": 1, "how": "graph", "token_ms": 0.2}
-    pages.main(measured(tmp_path / "second", {"laws": "done", "decode": "done"}, [law, again]))
+    rows = [law, step | {"token_ms": 0.2}]
+    pages.main(measured(tmp_path / "second", {"laws": "done", "decode": "done"}, rows))
     text = pages.PAGE.read_text()
-    assert "0.25 / 0.95" in text
+    assert "| linear attention | 4096 | 64 | 0.25 / - |" in text
     assert "| `linear` | 1 | - | 0.200 |" in text
     assert "0.271" not in text
-    raw = (pages.RAW / "nvidia-h100-80gb-hbm3.md").read_text()
-    assert "FAILED gla, causal: differs" in raw
-    assert "stopped" not in raw
+    assert "FAILED gla, causal: differs" in raw.read_text()
+    assert "stopped" not in raw.read_text()
 
 
 def test_a_trial_is_no_measurement(pages, tmp_path):

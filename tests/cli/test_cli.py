@@ -109,6 +109,7 @@ MISTAKES = {
     "eval m": "checkpoint",
     "eval m/encoder": "m/encoder & labels",
     "eval m/silent": "m/silent & --data",
+    "generate m/encoder": "holds an encoder; only a decoder",
     "eval m/digits --split tset": "unknown split 'tset' (did you mean 'test'?); known: test, train, validation",
     "eval m/digits --data moon": "unknown data set 'moon'; known: cifar10",
     "eval m/digits --data text:stdlib": "vocab=17 & text:stdlib & 256",

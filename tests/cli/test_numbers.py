@@ -1,5 +1,6 @@
-"""Numbers on the command line: every numeric option has bounds, and a failed allocation is one line."""
+"""Options on the command line: their spelling, bounds of every number, and a failed allocation as one line."""
 
+import re
 from functools import partial
 
 import pytest
@@ -13,6 +14,8 @@ from longspan_lab.cli import bench, reproduce
 from longspan_lab.experiments import EXPERIMENTS
 
 NEVER = ("1e30", "nan", "inf", "-inf", "1" + "0" * 30, "")
+
+
 # What stands before the options: positional arguments, none of which is looked at before the numbers are.
 WORDS = {
     "serve": ["m"],
@@ -35,6 +38,8 @@ PARSERS = {
     **{f"bench {kind}": partial(bench.subparser, kind) for kind in bench.BENCHMARKS},
     **{f"reproduce {name}": partial(reproduce.subparser, name) for name in EXPERIMENTS},
 }
+
+
 del PARSERS["train"], PARSERS["bench"], PARSERS["reproduce"]
 
 
@@ -175,3 +180,32 @@ def test_a_batch_and_a_text_that_memory_cannot_hold_are_refused(capsys, monkeypa
         file.truncate(1 << 30)
     assert main([*words, "--run.batch", "1"]) == WRONG
     assert "the text" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_options_with_hyphens(command, capsys):
+    assert main([command, "--help"]) == 0
+    options = re.findall(r"(?<![\w-])--[a-z][\w.-]*", capsys.readouterr().out)
+    assert options
+    assert [option for option in options if "_" in option] == []
+
+
+@pytest.mark.parametrize("spelling", ["--run.save-every", "--run.save_every"])
+@pytest.mark.parametrize("value", [["=7"], ["", "7"]])
+def test_both_spellings_are_read(spelling, value, capsys):
+    words = [spelling + value[0], *value[1:]]
+    assert main(["train", "--run.data", "a_b", *words, "--print-config"]) == 0
+    shown = capsys.readouterr().out
+    assert "save_every: 7" in shown
+    assert "data: a_b" in shown
+
+
+def test_an_unknown_option_gets_a_suggestion(capsys):
+    assert main(["train", "--run.save_evry", "7"]) == WRONG
+    said = capsys.readouterr().err
+    assert "unknown option '--run.save-evry' (did you mean '--run.save-every'?)" in said
+
+
+def test_a_value_that_does_not_fit_is_an_error_with_hyphens(capsys):
+    assert main(["train", "--run.save-every", "often"]) == WRONG
+    assert "--run.save-every" in capsys.readouterr().err

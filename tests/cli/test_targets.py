@@ -11,7 +11,7 @@ from test_cli import refused, said
 
 import longspan
 from longspan.models import checkpoint
-from longspan.models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
+from longspan.models.config import DecoderConfig, Seq2SeqConfig
 from longspan.train import recipes
 
 SMALL = {"dim": 8, "depth": 1, "heads": 2, "feedforward": 12}
@@ -278,17 +278,5 @@ def test_runs_are_compared(capsys, tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
-def test_papers_of_all_three_attentions(capsys):
-    papers = said(capsys, "cite", "./two")
-    assert papers.count("@") == len(
-        {longspan.attention.list_mechanisms().index(name) for name in ("linear", "softmax")}
-    )
-
-
 def test_a_like_of_an_encoder_decoder_is_refused(capsys):
     assert "one holds a seq2seq; only a decoder" in refused(capsys, "bench", "generate", "--like", "one")
-
-
-def test_an_encoder_generates_nothing(capsys, tmp_path):
-    checkpoint.save(longspan.Encoder(EncoderConfig(**SMALL)), tmp_path / "encoder")
-    assert "holds an encoder; only a decoder" in refused(capsys, "generate", str(tmp_path / "encoder"))

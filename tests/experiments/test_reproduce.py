@@ -7,10 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
-
 from longspan.ops.linear import random_features
-from longspan_lab.experiments import approximation, capacity, published, retrieval
+from longspan_lab.experiments import approximation, capacity, retrieval
 from support.experiments import NOWHERE
 
 
@@ -232,16 +230,6 @@ def test_the_delta_rule_corrects_what_the_sum_cannot():
         for rule in retrieval.BASIC
     }
     assert found["delta"]["loss"] < 0.03 < 0.1 < found["sum"]["loss"]
-
-
-def test_published_figures_are_of_kinds_that_are_there():
-    for row in published.CAPACITY:
-        assert row.kind in retrieval.ENCODERS
-        assert row.rule in retrieval.RULES
-        assert all(0 <= loss <= 0.5 for loss in row.losses.values())
-        assert published.capacity(row.replaced, row.rule, row.kind) == row.losses
-    assert published.capacity(True, "sum", "softmax") == {}
-    assert len({row[:3] for row in published.CAPACITY}) == len(published.CAPACITY)
 
 
 # Approximation

@@ -8,8 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 
-pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
-
 from longspan.cli.entry import INTERRUPTED, OK, WRONG, main
 from longspan_lab.experiments import EXPERIMENTS, every
 from longspan_lab.experiments.experiment import Buildable, Experiment, setting

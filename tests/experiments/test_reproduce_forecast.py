@@ -1,15 +1,10 @@
 """Forecasts: which hours a model sees, the cheap baselines, and the report."""
 
-import json
 from dataclasses import replace
 
 import pytest
-
-pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
-
 import torch
 
-from longspan.cli.entry import OK, main
 from longspan_lab.data import series
 from longspan_lab.experiments import forecast, published
 from longspan_lab.experiments.experiment import Place
@@ -151,29 +146,6 @@ def test_the_weights_that_are_tested_are_the_best_of_validation(tmp_path):
     assert row["mse"] < row["curve"][-1]["mse"] / 2
 
 
-def test_the_tables_have_the_means_over_seeds():
-    rows = [
-        {"model": forecast.VALUE, "horizon": 6, "mse": 2.0, "mae": 1.0},
-        *(
-            {
-                "model": "linear",
-                "horizon": 6,
-                "seed": i,
-                "mse": 1.0 + i,
-                "mae": 0.5,
-                "best": 2,
-                "parameters": 1234,
-                "curve": [{"step": 2, "mse": 3.0}, {"step": 4, "mse": 4.0}],
-            }
-            for i in (0, 1)
-        ),
-    ]
-    settings = {"horizons": [6], "series": "all", "data": "synthetic"}
-    first, trained = forecast.tables({"settings": settings, "rows": rows})
-    assert first[1:] == [[forecast.VALUE, "2.000 / 1.000"], ["linear", "1.500 / 0.500"]]
-    assert trained[2] == ["linear", "6", "1", "1,234", "2", "3.000", "4.000"]
-
-
 def test_published_figures_belong_to_the_published_data_alone():
     for settings in (forecast.Settings(), forecast.Settings(series="OT")):
         found = forecast.of_the_paper({"settings": {"data": "ett:x.csv", "series": settings.series}})
@@ -188,17 +160,3 @@ def test_evenly_spaced_windows():
     assert forecast.spaced(range(5, 9), 7).tolist() == [5, 6, 7, 8]
     assert forecast.spaced(range(5, 106), 3).tolist() == [5, 55, 105]
     assert forecast.spaced(range(5, 9), 1).tolist() == [5]
-
-
-def test_a_run_prints_which_data_it_used(capsys, tmp_path):
-    assert (
-        main(["reproduce", "forecast", "--quick", "--out", str(tmp_path), "--specs", "linear", "--horizons", "6"]) == OK
-    )
-    out = capsys.readouterr().out
-    assert "Data, sha256: none" in out
-    assert "data synthetic;" in out
-    rows = json.loads((tmp_path / "forecast.json").read_text(encoding="utf-8"))["rows"]
-    assert [row["model"] for row in rows] == [*forecast.BASELINES, "linear"]
-    # A day's wave is foretold by a day before it, and by no single value.
-    value, day, linear, _ = (row["mse"] for row in rows)
-    assert linear < day < value

@@ -11,11 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
-
-pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install longspan[train]")
-
 from PIL import Image
 
 from longspan.cli.entry import INTERRUPTED, OK, WRONG, main
@@ -32,7 +27,7 @@ WHOLE = [name for name in HERE if name != "images"]
 ON_A_GPU = [name for name in HERE if any(field.name == "device" for field in fields(EXPERIMENTS[name].quick))]
 # What is timed is never the same twice.
 TIMED = ("language", "lra", "scaling", "segments", "speech")
-REPEATABLE = [name for name in WHOLE if name not in TIMED]
+REPEATABLE = [pytest.param(name, marks=[pytest.mark.slow] * (name == "spans")) for name in WHOLE if name not in TIMED]
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-
-pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
-pytest.importorskip("lightning", reason="the experiment trains: pip install longspan[train]")
-
 from PIL import Image
 
 from longspan import build, data
@@ -26,6 +22,7 @@ from longspan.train import objectives
 from longspan_lab.bench import case, throughput
 from longspan_lab.experiments import images, images_report, images_speed, learning, paper
 from longspan_lab.experiments.experiment import Place
+from longspan_lab.tools import reproduction
 from support.experiments import unwatched
 
 SMALL = replace(images.EXPERIMENT.quick, steps=6, evaluate_every=2, schedule="constant", samples=7, top=0.3)
@@ -236,13 +233,6 @@ def test_what_the_publication_draws_without_a_state_is_recomputed_too(clock):
     assert list(found["seconds"]) == ["linear", name, f"{name}, prefix recomputed"]
 
 
-def test_only_states_that_grow_are_said_to():
-    torch.manual_seed(0)
-    specs = {"linear": False, "softmax": True, "linear; softmax": True, "gla": False}
-    for spec, expected in specs.items():
-        assert images_speed.grows(Decoder(replace(SMALL.config("linear", 17, 64), attention=spec, depth=2))) == expected
-
-
 def test_a_longer_model_is_the_same_at_every_position_that_the_short_one_has(models):
     for model in models.values():
         longer = images_speed.extended(model, 150)
@@ -275,61 +265,13 @@ def test_published_gains_are_those_that_the_paper_speaks_of():
     assert paper.methods("digits") == ()
 
 
-RESULT = {
-    "settings": {"data": "mnist:x", "attentions": "linear; softmax", "batches": [1, 8]},
-    "rows": [
-        {**LINEAR, "parameters": 1234, "curve": [[2, 1.0, 2.0], [4, 2.5, 1.5]], "validation": 1.5, "test": 1.6},
-        {**SOFTMAX, "parameters": 1234, "curve": [[2, 2.0, 1.9], [4, 4.0, 1.4]], "validation": 1.4, "test": 1.45},
-        {
-            "what": "images",
-            "batch": 8,
-            "seconds": {"linear": 2.0, "softmax": 4.0, "softmax, prefix recomputed": 8.0},
-            "images_per_second": {"linear": 4.0, "softmax": 2.0, "softmax, prefix recomputed": 0.5},
-        },
-        *(
-            {
-                "what": "token",
-                "batch": 8,
-                "tokens": tokens,
-                "bytes": {"linear": 10, "softmax": 5 * tokens},
-                "seconds": {"linear": 0.001, **({"softmax": 0.004} if tokens < 9 else {})},
-            }
-            for tokens in (10, 4)
-        ),
-    ],
-}
-
-
-def test_ours_are_compared_with_what_was_published():
-    bits, speed, alone, together = images_report.tables(RESULT)
-    assert bits[0][5:] == ["after 2.5 s", "test", "published"]
-    assert bits[1:3] == [
-        ["linear", "1,234", "4", "2.5 s", "1.500", "1.500", "1.600", "0.644"],
-        # At that time softmax had made two steps.
-        ["softmax", "1,234", "4", "4 s", "1.400", "1.900", "1.450", "0.621"],
-    ]
-    assert bits[3:] == [
-        ["lsh-1", *[""] * 5, "not in this run", "0.745"],
-        ["lsh-4", *[""] * 5, "not in this run", "0.676"],
-    ]
-    assert speed == [
-        ["images per second", "batch 8", "published, GPU", "published, CPU, batch 1"],
-        ["linear", "4", "142.8", "0.182"],
-        ["softmax", "2 (2x)", "7.56", "0.135"],
-        ["softmax, prefix recomputed", "0.5 (8x)", "0.45", "0.0138"],
-        ["lsh-1", "not in this run", "0.68", "0.0217"],
-        ["lsh-4", "not in this run", "0.27", "0.00893"],
-    ]
-    assert len(alone) == 1
-    assert together[0][0] == "one token, batch 8, after"
-    assert together[1:] == [["4", "1 ms", "4 ms", "4.00", "2.00"], ["10", "1 ms", "left out", "", "5.00"]]
-
-
 def test_nothing_published_is_shown_for_other_data():
-    result = {**RESULT, "settings": {**RESULT["settings"], "data": "digits"}}
+    result = json.loads((reproduction.RESULTS / "images.json").read_text(encoding="utf-8"))
+    kept = images_report.tables(result)
+    result["settings"]["data"] = "digits"
     bits, speed, *_ = images_report.tables(result)
-    assert [row[0] for row in bits[1:]] == ["linear", "softmax"]
-    assert all(len(row) == 2 for row in speed)
+    assert len(speed[0]) == len(kept[1][0]) - 2
+    assert not [row for row in (*bits, *speed) if "not in this run" in row]
     # What has not been measured yet is not there, either.
     assert [len(table) for table in images_report.tables({**result, "rows": []})] == [1, 1, 1, 1]
 

@@ -8,8 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
-
 from longspan_lab.experiments import agents, memory, ppo, tasks
 from longspan_lab.experiments.experiment import Place
 from support.experiments import unwatched
@@ -286,28 +284,6 @@ class TestTasks:
             returns += batch.step([len(returns) % 4] * 4)[1]
         assert sum(returns) / len(returns) == pytest.approx(tasks.TASKS[name].blind, abs=0.05)
 
-    def test_a_training_goes_on_where_it_was_killed(self, tmp_path):
-        settings = replace(memory.EXPERIMENT.quick, steps=440)
-
-        def killed(items, *_):
-            for i, item in enumerate(items):
-                if i == 2:
-                    raise KeyboardInterrupt
-                yield item
-
-        for point in memory.points(settings)[:2]:
-            whole = memory.measure(settings, point, Place(tmp_path / "whole", unwatched))
-            assert [step for step, _ in whole["curve"]] == [110, 220, 330, 440]
-            with pytest.raises(KeyboardInterrupt):
-                memory.measure(settings, point, Place(tmp_path / "cut", killed))
-            assert memory.measure(settings, point, Place(tmp_path / "cut", unwatched)) == whole
-            # Figures are of few episodes; weights tell more.
-            name = f"repeat_previous-{point['agent']}-0"
-            one, other = (Place(tmp_path / folder, unwatched).load(name) for folder in ("whole", "cut"))
-            assert one is not None
-            assert other is not None
-            assert all(torch.equal(weight, other["agent"][key]) for key, weight in one["agent"].items())
-
     def test_the_figures_are_those_of_the_episodes(self, tmp_path, monkeypatch):
         found = []
 
@@ -340,22 +316,3 @@ def test_the_end_of_a_training_is_its_last_tenth():
     assert memory.ends(row) == 13.0
     assert memory.ends({"curve": [[1, 5.0]]}) == 5.0
     assert memory.ends({"curve": [[1, None]]}) is None
-
-
-def test_tables_have_the_mean_and_every_seed():
-    def row(task, kind, seed, value):
-        return {
-            "task": task,
-            "agent": kind,
-            "seed": seed,
-            "parameters": 1234,
-            "dim": 8,
-            "curve": [[1, 0.0], [2, value]],
-        }
-
-    rows = [row("autoencode", "LSTM", 0, 0.25), row("autoencode", "LSTM", 1, 0.75), row("memory_s7", "GTrXL", 1, None)]
-    settings = {"tasks": ["memory_s7", "autoencode"], "agents": ["LSTM", "GTrXL"], "seeds": [0, 1]}
-    games, cards = memory.tables({"settings": settings, "rows": rows})
-    assert cards[0][0] == "autoencode: return at the end"
-    assert cards[1] == ["LSTM", "1,234", "8", "0.500", "0.250", "0.750", "-0.500"]
-    assert games[1] == ["GTrXL", "1,234", "8", "", "", "", ""]

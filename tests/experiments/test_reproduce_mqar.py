@@ -6,9 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
-pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install longspan[train]")
-
 from longspan_lab.experiments import mqar, recall, transfer
 from support.experiments import NOWHERE
 
@@ -139,21 +136,6 @@ def test_of_several_rates_the_best_counts():
     assert mqar.best(rows) == [rows[1], rows[2]]
 
 
-def test_a_table_goes_from_narrow_to_wide_in_the_order_of_the_specs():
-    settings = {"specs": "softmax; linear", "pairs": [2], "rates": [0.1]}
-    rows = [
-        {"dim": dim, "spec": spec, "rate": 0.1, "accuracy": [0.5], "bytes": 1000 * dim, "steps": 7}
-        for spec, dim in (("linear", 16), ("softmax", 8), ("linear", 8))
-    ]
-    (table,) = mqar.tables({"settings": settings, "rows": rows})
-    assert table[0] == ["attention", "dim", "bytes of the state", "2 pairs", "steps"]
-    assert [row[:4] for row in table[1:]] == [
-        ["softmax", "8", "8,000", "0.500"],
-        ["linear", "8", "8,000", "0.500"],
-        ["linear", "16", "16,000", "0.500"],
-    ]
-
-
 # Transfer
 
 SMALL = transfer.Settings(
@@ -264,24 +246,3 @@ def test_a_finetune_goes_on_with_the_images_where_the_training_ended(monkeypatch
     monkeypatch.setattr(transfer, "batch_indices", spy)
     transfer.measure(SMALL, POINTS["swapped"], NOWHERE)
     assert read == list(range(SMALL.steps, SMALL.steps + SMALL.finetune))
-
-
-def test_a_table_shows_least_and_most_of_the_draws():
-    rows = [
-        {"start": "softmax", "features": 0, "before": [2.0], "curve": [], "test": 1.9},
-        {
-            "start": "swapped",
-            "features": 4,
-            "before": [2.5, 2.7, 2.6],
-            "curve": [],
-            "test": 2.0,
-            "after": [2.0, 2.2, 2.4],
-        },
-        {"start": "scratch", "features": 4, "curve": [], "test": 3.0},
-    ]
-    (table,) = transfer.tables({"settings": {"finetune": 7}, "rows": rows})
-    assert table[1:] == [
-        ["softmax, trained on", "2.000", "", "", "1.900", ""],
-        ["performer, 4 rows, swapped", "2.600", "2.500", "2.700", "2.000", "2.300"],
-        ["performer, 4 rows, scratch", "", "", "", "3.000", ""],
-    ]

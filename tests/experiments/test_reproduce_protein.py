@@ -4,16 +4,11 @@ import math
 from dataclasses import replace
 
 import pytest
-
-pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
-
 import torch
 
-from longspan.cli.entry import OK, main
 from longspan_lab.data import proteins
-from longspan_lab.data.proteins import RESIDUES
 from longspan_lab.experiments import protein, residues
-from longspan_lab.experiments.experiment import Place, generator
+from longspan_lab.experiments.experiment import Place
 from longspan_lab.experiments.protein import CAUSAL, MASKED, UNIGRAM
 from longspan_lab.experiments.residues import LEVELS, MASK, START, Asked
 from support.experiments import NOWHERE, unwatched
@@ -183,36 +178,3 @@ def test_models_share_their_sizes():
         for name in ("softmax", "performer(map='relu')", "performer", "linear")
     }
     assert len(sizes) == 1
-
-
-def test_the_tables_have_both_tasks_side_by_side():
-    def row(task, model, accuracy, **more):
-        return {"task": task, "model": model, "accuracy": accuracy, "perplexity": 100 * accuracy, **more}
-
-    splits = {"train": [3, 40, 5000]}
-    rows = [
-        row(CAUSAL, UNIGRAM, 0.1, splits=splits, validation={"accuracy": 0.1}),
-        row(CAUSAL, "linear", 0.11, seed=0, parameters=1234),
-        row(MASKED, UNIGRAM, 0.105, splits=splits, validation={"accuracy": 0.1}),
-    ]
-    first, second, third = protein.tables({"settings": {"seeds": [0]}, "rows": rows})
-    assert first[1:] == [
-        [UNIGRAM, "10.00", "10.00", "10.50", "10.50", ""],
-        ["linear", "11.00", "11.00", "", "", "1,234"],
-    ]
-    assert second[2] == ["causal: Transformer", "30.80", "9.37", "19.70", "13.20"]
-    assert third[1:] == [["train", "3", "40", "5,000"]]
-
-
-def test_residues_are_the_twenty_and_five_more():
-    assert len(set(RESIDUES)) == LEVELS == 25
-    assert set(RESIDUES[:20]) == set("ACDEFGHIKLMNPQRSTVWY")
-
-
-def test_a_run_prints_which_data_it_used(capsys, tmp_path):
-    words = ["--quick", "--out", str(tmp_path), "--specs", "linear"]
-    assert main(["reproduce", "protein", *words]) == OK
-    out = capsys.readouterr().out
-    assert "Data, sha256: none" in out
-    assert "published, on TrEMBL" in out
-    assert generator(0, "mask", 1).initial_seed() != generator(0, "mask", 2).initial_seed()

@@ -5,9 +5,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
-pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install longspan[train]")
-
 from longspan.cli.entry import WRONG, main
 
 MISTAKES = {

@@ -5,9 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
-pytest.importorskip("sklearn", reason="the digits are scikit-learn's: pip install longspan[train]")
-
 from longspan import attention, ops
 from longspan_lab._utils import plots
 from longspan_lab.bench import case

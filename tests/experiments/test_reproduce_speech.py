@@ -6,9 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
-
 import torch
 
 from longspan.cli.entry import main
@@ -115,47 +112,6 @@ def test_utterances_are_joined_to_any_length():
     assert torch.equal(frames[0, : len(spoken[0].frames)], spoken[0].frames)
     assert targets[0][: len(spoken[0].target)] == spoken[0].target
     assert all(targets)
-
-
-@pytest.fixture
-def result():
-    errors = {
-        part: {how: {"labels": 0.125, "words": 0.5} for how in ("greedy", "beam")} for part in ("test", "official")
-    }
-    rows = [
-        {
-            "what": "training",
-            "encoder": name,
-            "parameters": 1000,
-            "curve": [[1, 2.0, 0.5]],
-            "seconds": seconds,
-            "updates": 7,
-            "frames": 900,
-            "errors": errors,
-        }
-        for name, seconds in (("lstm", 1.0), ("softmax", 4.0), ("linear", 2.0))
-    ]
-    steps = [{"what": "step", "frames": n, "seconds": {"softmax": n / 100, "linear": 2.0}} for n in (100, 400)]
-    settings = {"units": "letters", "beams": 8, "encoders": "lstm; softmax; linear"}
-    return {"settings": settings, "rows": rows + steps}
-
-
-def test_the_tables_have_ours_and_the_published(result):
-    errors, official, epochs, steps, relative = speech_report.tables(result)
-    assert errors[1] == ["lstm", "1,000", "12.50", "50.00", "12.50", "50.00", "10.94"]
-    assert official[0][0] == "official test"
-    assert epochs[3] == ["linear", "7", "900", "2 s", "0.50", "824 s", f"{824 / 2711:.2f}"]
-    assert steps[2] == ["linear", "2 s", "2 s"]
-    assert relative[1:] == [["linear", "2.00", "0.50"]]
-    words = {**result, "settings": result["settings"] | {"units": "words"}}
-    assert speech_report.errors(words)[:2] == [
-        ["unseen speakers", "parameters", "word errors, %", "word errors, 8 beams", "published phoneme errors, %"],
-        ["lstm", "1,000", "12.50", "12.50", "10.94"],
-    ]
-    result["rows"] = [row for row in result["rows"] if row.get("encoder") != "softmax"]
-    for row in result["rows"][2:]:
-        del row["seconds"]["softmax"]
-    assert [table[0][0] for table in speech_report.tables(result)][2:] == ["an epoch", "a training step"]
 
 
 def test_every_published_row_has_an_encoder():

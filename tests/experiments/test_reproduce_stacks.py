@@ -1,14 +1,16 @@
-"""Ponder time by difficulty, and copying beyond the lengths of the training: tasks, measures, and the report."""
+"""Small experiments: ponder times, lengths, learned spans, patterns: tasks, measures, and what was shown."""
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-pytest.importorskip("matplotlib", reason="the experiments draw: pip install longspan[plot]")
-pytest.importorskip("lightning", reason="training lends its learning rates: pip install longspan[train]")
-
-from longspan_lab.experiments import learning, lengths, ponder
+from longspan.cli.entry import main
+from longspan.models.decoder import Decoder
+from longspan_lab.experiments import learning, lengths, pattern, ponder, spans
+from longspan_lab.experiments.experiment import Place
+from support.experiments import unwatched
 
 
 class TestPonder:
@@ -77,3 +79,89 @@ class TestLengths:
         said[1, 2] = said[1, 2].roll(1)
         monkeypatch.setattr(lengths, "outputs_of", lambda *_: said)
         assert lengths.copied(None, settings, 4) == [4, 0.875, 0.5]
+
+
+def decoder(fractions):
+    model = Decoder(spans.EXPERIMENT.quick.config(spans.PRICED))
+    for part, values in zip(model.stack.attentions(), fractions, strict=True):
+        part.fraction.data = torch.tensor(values)
+    return model
+
+
+def test_a_head_costs_the_keys_that_have_a_weight():
+    """Against the recorded weights of a query that is far from the beginning."""
+    model, record = decoder([[0.0, 0.3], [0.5, 1.2]]), {}
+    assert [z for layer in spans.spans(model) for z in layer] == pytest.approx([0.0, 4.8, 8.0, 16.0])
+    with torch.no_grad():
+        model(torch.arange(32)[None], record=record)
+    seen = [(layer["matrix"][0, :, -1] > 0).sum(-1).tolist() for layer in record["layers"]]
+    assert seen == [[4, 9], [12, 20]]
+    assert spans.cost(model) == sum(map(sum, seen)) / 4
+
+
+def test_only_the_penalty_sets_the_two_trainings_apart(tmp_path):
+    settings = spans.Settings()
+    free, priced, window = (settings.run(kind, tmp_path) for kind in spans.VARIANTS)
+    assert (free.penalty, priced.penalty, window.penalty) == (0.0, settings.penalty, 0.0)
+    assert free == window
+    assert settings.config(spans.FREE) == settings.config(spans.PRICED)
+    (attention, *_) = Decoder(settings.config(spans.WINDOW, 30)).stack.attentions()
+    assert attention.key_pattern.dense(40)[..., -1, :].sum() == 30
+
+
+@pytest.mark.full
+def test_a_run_keeps_the_spans_of_every_look(tmp_path):
+    place = Place(tmp_path / "spans-work", unwatched)
+    free, priced, window = (spans.measure(spans.EXPERIMENT.quick, {"kind": kind}, place) for kind in spans.VARIANTS)
+    assert [step for step, _ in priced["spans"]] == [0, 2, 4]
+    assert priced["spans"][0][1] == [[8.0, 8.0], [8.0, 8.0]]
+    assert priced["spans"][-1][1] == [[round(z, 2) for z in layer] for layer in spans.spans(last(place, "priced"))]
+    assert priced["spans"] != free["spans"]
+    assert window["spans"] == []
+    assert window["keys"] == round(priced["keys"])
+    assert last(place, "window").config.attention == f"local(window={window['keys']:.0f})"
+
+
+def last(place, kind):
+    from longspan.models import checkpoint
+
+    return checkpoint.load(checkpoint.resolve(place.folder / kind, prefer="last"))
+
+
+def test_what_was_measured_shows_that_spans_shrink_under_the_penalty():
+    """The result in the docs: fewer keys than without it, no more bits than the window of the same cost."""
+    import json
+    from pathlib import Path
+
+    path = Path(__file__).parents[2] / "docs" / "results" / "reproduction" / "spans.json"
+    free, priced, window = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    begin, end = ([z for layer in priced["spans"][i][1] for z in layer] for i in (0, -1))
+    assert sum(end) < sum(begin) / 2
+    assert priced["keys"] < free["keys"] / 2
+    assert math.isclose(priced["keys"], window["keys"], abs_tol=0.5)
+    assert priced["test"] < window["test"]
+
+
+def test_a_model_has_the_pattern_and_sees_no_later_key():
+    settings = pattern.EXPERIMENT.quick
+    for name in settings.names():
+        model = Decoder(settings.config(name, 17, 64))
+        (attention,) = model.stack.attentions()
+        assert repr(attention.key_pattern) == repr(pattern.patterns.causal() & pattern.patterns.parse(name))
+
+
+def test_the_sizes_of_the_laptop_cost_the_same():
+    keys = {}
+    for name in pattern.Settings().names():
+        seen = pattern.patterns.causal() & pattern.patterns.parse(name)
+        keys[name] = seen.dense(784).sum().item() / 784
+    band, column, every = keys.values()
+    assert column <= band < every / 10
+    assert column > 0.95 * band
+
+
+def test_a_run_names_its_patterns(capsys, tmp_path):
+    assert main(["reproduce", "pattern", "--quick", "--out", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "band(4) | columns(8)" in shown
+    assert (tmp_path / "pattern.png").stat().st_size > 10_000

@@ -44,8 +44,7 @@ DRAFTS = {
 }
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(("temperature", "rows"), [(0.0, 3), (1.0, 1)])
 @pytest.mark.parametrize("draft", DRAFTS)
 def test_the_text_is_the_same_with_every_draft(draft, temperature, rows):
     model, prompt = made(), torch.tensor([[1, 2, 3, 1, 2]] * rows)

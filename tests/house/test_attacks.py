@@ -16,7 +16,9 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", attacks.names())
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "mutants")) for name in attacks.names()]
+)
 def test_short_attacks_find_nothing(name, tmp_path):
     taken = list(attacks.failures(name, 0, attacks.module(name).SHORT, tmp_path))
     found = [f"{label}: {what}" for label, what in taken if what is not None]

@@ -15,9 +15,6 @@ import longspan
 from longspan import testing
 from longspan.attention.base import REGISTRY, own_options
 from longspan.compat.transformers.record import NEWEST
-from longspan.generation.sampling import generate
-from longspan.models.config import DecoderConfig
-from longspan.models.decoder import Decoder
 from longspan_lab.tools import architecture, laws, models_page, performance, scaling, sizing, tree
 from longspan_lab.tools import blocks as tools
 
@@ -255,12 +252,6 @@ def test_the_mechanism_of_contributing_takes_the_mean_of_what_came(newcomer):
     x = torch.tensor([[[2.0, 0.0], [4.0, 3.0], [0.0, 6.0]]], dtype=torch.float64)
     y, _ = attention(x)
     assert y.tolist() == [[[2.0, 0.0], [3.0, 1.5], [2.0, 3.0]]]
-
-
-def test_the_mechanism_of_contributing_generates_in_a_hybrid_stack(newcomer):
-    config = DecoderConfig(dim=8, depth=2, heads=2, attention=f"{newcomer}; linear", feedforward=16, vocab=5, length=11)
-    tokens = list(generate(Decoder(config).eval(), max_new_tokens=7, batch=3, seed=0, stream=True))
-    assert [token.shape for token in tokens] == [(3,)] * 7
 
 
 NAMES = longspan.list_mechanisms()

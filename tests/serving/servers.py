@@ -6,24 +6,16 @@ import json
 import threading
 import time
 
-import pytest
+import httpx
 import torch
+import uvicorn
 from pools import Wrapped, alone, decoder, spoiled
 
 from longspan.serving import Pool, Sessions
-from longspan.serving.text import Bytes
-
-pytest.importorskip("httpx")
-pytest.importorskip("uvicorn")
-pytest.importorskip("starlette")
-pytest.importorskip("prometheus_client")
-
-import httpx
-import uvicorn
-
 from longspan.serving.connection import protocol
 from longspan.serving.server import Server
 from longspan.serving.state_adapters import StateAdapters
+from longspan.serving.text import Bytes
 
 
 def until(holds, seconds=60):

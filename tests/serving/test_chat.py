@@ -4,24 +4,24 @@ import itertools
 import json
 import random
 
+import openai
 import pytest
 import torch
 
-openai = pytest.importorskip("openai")
 pytest.importorskip("tokenizers")
 pytest.importorskip("transformers")
 
-import servers  # noqa: E402
+import servers
 
-import hybrids  # noqa: E402
-from longspan._utils import optional_deps  # noqa: E402
-from longspan.cli import main  # noqa: E402
-from longspan.cli.serve import loaded  # noqa: E402
-from longspan.data import documents, tokenization  # noqa: E402
-from longspan.models.sampling import Sampling  # noqa: E402
-from longspan.serving import Pool  # noqa: E402
-from longspan.serving.chat_reply import Thoughts  # noqa: E402
-from longspan.serving.conversation import Conversation  # noqa: E402
+import hybrids
+from longspan._utils import optional_deps
+from longspan.cli import main
+from longspan.cli.serve import loaded
+from longspan.data import documents, tokenization
+from longspan.models.sampling import Sampling
+from longspan.serving import Pool
+from longspan.serving.chat_reply import Thoughts
+from longspan.serving.conversation import Conversation
 
 pytestmark = [pytest.mark.usefixtures("restored"), pytest.mark.filterwarnings("ignore")]
 

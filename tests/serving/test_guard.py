@@ -3,17 +3,14 @@
 import contextlib
 import socket
 
+import httpx
 import pytest
+from pools import decoder
+from servers import Running
 
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("starlette")
-
-from pools import decoder  # noqa: E402
-from servers import Running  # noqa: E402
-
-from longspan.cli import main, serve  # noqa: E402
-from longspan.serving import connection  # noqa: E402
-from longspan.serving.guard import Access, Guard  # noqa: E402
+from longspan.cli import main, serve
+from longspan.serving import connection
+from longspan.serving.guard import Access, Guard
 
 PAGE, OTHER = "https://app.example", "https://evil.example"
 REQUESTS = [

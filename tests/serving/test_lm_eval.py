@@ -73,6 +73,7 @@ def test_a_model_of_transformers_has_equal_figures_in_four_ways(kind, tokenizer,
     check(tmp_path, "stock", "pool", "accelerated", capacity=300)
 
 
+@pytest.mark.slow
 def test_a_decoder_of_ours_has_equal_figures_in_three_ways(tokenizer, tmp_path):
     vocab = tokenization.vocab_of(tokenization.parsed(tokenizer))
     torch.manual_seed(0)

@@ -8,6 +8,8 @@ import json
 import re
 import threading
 
+import httpx
+import openai
 import pytest
 from pools import Wrapped, decoder
 from servers import Gate, Running, until
@@ -18,9 +20,6 @@ from longspan.models.sampling import OPTIONS
 from longspan.serving.chat import Template
 from longspan.serving.guard import Access
 from longspan.serving.text import Bytes
-
-httpx = pytest.importorskip("httpx")
-openai = pytest.importorskip("openai")
 
 GRID = {"codec": False, "grid": (8, 8)}
 HOSTILE = "<img src=x onerror=\"document.title='hacked'\"><script>document.title='hacked'</script>"

@@ -1,6 +1,5 @@
 """The pool: every stream gets its own answer, whoever else runs, and leaves nothing behind."""
 
-import copy
 import itertools
 
 import numpy as np
@@ -11,7 +10,7 @@ from torch.utils import _pytree as pytree
 
 import longspan
 from longspan import states
-from longspan.serving import Full, Pool, PrefixCache, Sampling
+from longspan.serving import Pool, PrefixCache, Sampling
 from longspan.serving.sampler import sample, uniforms
 
 VOCAB = 13
@@ -107,9 +106,9 @@ def test_prompts_take_turns():
     assert ends[long[1]] <= 2 + 120 // 4 + 1
 
 
-@pytest.mark.parametrize("at", [1, 3, "end"])
-@pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize(
+    ("at", "place", "together"), [(1, 0, False), (1, 2, True), (3, 1, False), (3, 0, True), ("end", 1, True)]
+)
 def test_a_listener_that_raises_ends_its_stream_alone(place, at, together):
     """Whether it is at the first token, a later one or the end, and whether the streams share a prompt."""
     model = decoder()
@@ -172,16 +171,6 @@ def test_a_listener_that_raises_does_not_keep_others_from_their_end(end):
     assert crowd.idle
 
 
-def test_learned_positions_are_those_of_the_stream():
-    model, given = decoder(positions="learned"), prompts(7)
-    crowd = pool(model)
-    streams = [crowd.submit(prompt, max_new_tokens=9, sampling=GREEDY)[0] for prompt in given]
-    crowd.run()
-    assert [stream.tokens for stream in streams] == [alone(model, prompt) for prompt in given]
-    with pytest.raises(ValueError, match="positions has 64"):
-        crowd.submit([1] * 60, max_new_tokens=9)
-
-
 @pytest.mark.parametrize(("options", "places"), [({"positions": "learned"}, 64), ({"attention": "softmax"}, 40)])
 def test_a_stream_fills_the_last_place(options, places):
     model = decoder(**options)
@@ -203,45 +192,6 @@ def test_several_streams_of_one_prompt_read_it_once():
     crowd.run()
     assert calls[0] == (1, 4)
     assert streams[0].tokens == streams[1].tokens == alone(model, [1, 2, 3], 4)
-
-
-def test_slots_and_queue_count_streams():
-    model = decoder()
-    crowd = pool(model, slots=4, queue=3)
-    ways = [Sampling(seed=i) for i in range(3)]
-    prompt = [1, 2, 3, 4] * 3  # of several pieces
-    first = crowd.submit(prompt, max_new_tokens=9, sampling=ways)
-    assert crowd.waiting == 3
-    second = crowd.submit(prompt, max_new_tokens=9, sampling=ways)
-    assert crowd.waiting == 6
-    with pytest.raises(Full, match="6 streams wait"):
-        crowd.submit([1], max_new_tokens=1, sampling=ways[:2])
-    (third,) = crowd.submit([3], max_new_tokens=4)
-    while not crowd.idle:
-        crowd.step()
-        assert crowd.live <= crowd.slots
-    assert [stream.tokens for stream in first] == [stream.tokens for stream in second]
-    assert {stream.finished for stream in (*first, *second, third)} == {"length"}
-
-
-@pytest.mark.parametrize("attention", ["gated_deltanet", "softmax"])
-def test_streams_of_one_prompt_keep_their_own_states(attention):
-    """At their first token, where all have read the same, and later."""
-    model = decoder(attention)
-    for n in (1, 3):
-        crowd = pool(model)
-        streams = crowd.submit([1, 2], max_new_tokens=n, sampling=[GREEDY] * 3, keep_state=True)
-        crowd.run()
-        leaves = [pytree.tree_leaves(stream.state) for stream in streams]
-        for t in leaves[0]:
-            t.zero_()
-        for a, b in zip(leaves[1], leaves[2], strict=True):
-            assert torch.equal(a, b)
-            assert a.any() or not a.numel()
-        more = alone(model, [1, 2, *streams[1].tokens], 4)
-        (after,) = crowd.submit(streams[1].tokens[-1:], max_new_tokens=4, sampling=GREEDY, state=streams[1].state)
-        crowd.run()
-        assert after.tokens == more
 
 
 def test_the_most_likely_tokens_are_those_of_the_stream():
@@ -297,26 +247,6 @@ def test_known_beginnings_are_not_read_again():
     assert crowd.prefixes.hits == 3
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS)
-@pytest.mark.parametrize("streams", [1, 2])
-def test_a_given_state_stays_as_it_is(attention, streams):
-    """Whether its prompt is read alone, so in place, or with another one; and it may be changed after the call."""
-    model = decoder(attention)
-    crowd = pool(model)
-    (first,) = crowd.submit([1, 2, 3], max_new_tokens=5, sampling=GREEDY, keep_state=True)
-    crowd.run()
-    given, before = first.state, copy.deepcopy(first.state)
-    more = [first.tokens[-1], 7, 8, 9, 10, 11, 12]
-    found = [crowd.submit(more, max_new_tokens=4, sampling=GREEDY, state=given)[0] for _ in range(streams)]
-    crowd.step()
-    for a, b in zip(pytree.tree_leaves(given), pytree.tree_leaves(before), strict=True):
-        assert torch.equal(a, b)
-        a.zero_()
-    crowd.run()
-    expected = alone(model, [1, 2, 3, *first.tokens, *more[1:]], 4)
-    assert [stream.tokens for stream in found] == [expected] * streams
-
-
 class TestPrefixCache:
     def states(self):
         model = decoder()
@@ -367,35 +297,6 @@ class TestPrefixCache:
                 deepest = max((node.depth for node in cache._kept), default=0)
                 assert cache.nbytes == size * len(cache) + 8 * deepest <= limit
             assert len(cache) == count
-
-
-@pytest.mark.parametrize("attention", ["softmax", "gated_deltanet"])
-def test_a_kept_state_is_there_at_the_end_and_runs_beside_new_prompts(attention):
-    model, states_at_end = decoder(attention), []
-    crowd = pool(model)
-
-    def listener(stream, token):
-        if token is None:
-            states_at_end.append(stream.state)
-
-    for n in (1, 4):
-        crowd.submit([1, 2, 3], max_new_tokens=n, sampling=GREEDY, keep_state=True, listener=listener)
-    crowd.run()
-    assert [int(state.position) for state in states_at_end] == [4, 7]
-    longer = alone(model, [1, 2, 3], 8)
-    more = [crowd.submit([longer[3]], max_new_tokens=4, sampling=GREEDY, state=states_at_end[1])[0]]
-    more += crowd.submit([7, 8], max_new_tokens=4, sampling=GREEDY)
-    crowd.run()
-    assert [stream.tokens for stream in more] == [longer[4:], alone(model, [7, 8], 4)]
-
-
-def test_listeners_hear_every_token_and_the_end():
-    model, heard = decoder(), []
-    crowd = pool(model)
-    (stream,) = crowd.submit([4], max_new_tokens=3, sampling=GREEDY, listener=lambda stream, token: heard.append(token))
-    crowd.run()
-    assert heard == [*stream.tokens, None]
-    assert list(crowd.stream([4], max_new_tokens=3, sampling=GREEDY)) == stream.tokens
 
 
 def test_outputs_that_are_not_numbers_end_the_stream():
@@ -566,11 +467,6 @@ class TestSampler:
             expected = torch.bincount(other, minlength=VOCAB) / 20000
             assert (found - expected).abs().max() < 0.02
             assert ((found > 0) == (expected > 0)).all()
-
-    def test_rows_keep_their_own_options(self):
-        scores = torch.tensor([[0.0, 3.0, 1.0, 2.0]]).expand(3, -1)
-        rows = [Sampling(temperature=0.0), Sampling(top_k=1, seed=9), Sampling(top_p=1e-9, seed=2)]
-        assert sample(scores, rows, torch.arange(3)).tolist() == [1, 1, 1]
 
     def test_a_row_draws_the_same_in_any_batch(self):
         scores = torch.randn(6, 50, generator=torch.Generator().manual_seed(0)).log_softmax(-1)

@@ -2,13 +2,9 @@
 
 import json
 
+import adapted_models
 import pytest
 import torch
-
-pytest.importorskip("httpx")
-pytest.importorskip("starlette")
-
-import adapted_models
 from pools import Failing, decoder
 from servers import Running, events, text_of
 
@@ -30,8 +26,7 @@ def chosen(scores, prompt):
     return scores.gather(-1, torch.tensor(prompt)[:, None])[:, 0].tolist()
 
 
-@pytest.mark.parametrize("prefill", [1, 4, 100])
-@pytest.mark.parametrize("attention", ["gated_deltanet", "softmax"])
+@pytest.mark.parametrize(("prefill", "attention"), [(1, "softmax"), (4, "gated_deltanet"), (100, "softmax")])
 def test_a_pool_scores_prompts_in_pieces_and_among_others(prefill, attention):
     model = decoder(attention, vocab=17).double()
     pool = Pool(model, slots=4, prefill=prefill, capacity=40, prefix_bytes=1 << 20)
@@ -130,9 +125,9 @@ def running():
         yield found
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("drawn", [0, 1, 5])
-@pytest.mark.parametrize("top", [0, 2])
+@pytest.mark.parametrize(
+    ("stream", "drawn", "top"), [(False, 0, 2), (False, 5, 0), (True, 0, 0), (True, 1, 2), (True, 5, 2)]
+)
 def test_an_echo_has_the_log_probabilities_of_the_prompt(running, stream, drawn, top):
     prompts = ["scored", "a", "河!"]
     body = {"prompt": prompts, "max_tokens": drawn, "logprobs": top, "echo": True, "temperature": 0, "n": 2}

@@ -8,27 +8,23 @@ import subprocess
 import sys
 import threading
 
+import httpx
+import pools
 import pytest
+import servers
 import torch
+from pools import Failing
+from servers import Gate, events, text_of, until
 from torch.utils import _pytree as pytree
 
 import longspan
 from longspan import states
 from longspan._utils import atomic_io
 from longspan.serving import Pool, Session, SessionError, Sessions, sessions
+from longspan.serving.server import Limits
 from longspan.serving.sessions import continued, model_digest
 from longspan.serving.text import Bytes
-
-httpx = pytest.importorskip("httpx")
-pytest.importorskip("starlette")
-
-import pools  # noqa: E402
-import servers  # noqa: E402
-from pools import Failing  # noqa: E402
-from servers import Gate, events, text_of, until  # noqa: E402
-
-from longspan.serving.server import Limits  # noqa: E402
-from longspan.serving.turns import cut  # noqa: E402
+from longspan.serving.turns import cut
 
 NONE = "sess-" + "0" * 32
 LONG = 1_000_000  # tokens, more than a test draws
@@ -82,8 +78,10 @@ def kept(request, tmp_path_factory):
         yield found
 
 
-@pytest.mark.parametrize("attention", ["gated_deltanet", "softmax", "mamba", "gla; local(window=3)"])
-@pytest.mark.parametrize("place", ["memory", "folder"])
+@pytest.mark.parametrize(
+    ("attention", "place"),
+    [("gated_deltanet", "folder"), ("softmax", "memory"), ("mamba", "memory"), ("gla; local(window=3)", "folder")],
+)
 def test_turns_continue_one_text(attention, place, tmp_path):
     folder = tmp_path if place == "folder" else None
     with Running(decoder(attention), folder=folder, pool={"capacity": 64, "prefill": 3}) as running:
@@ -445,6 +443,7 @@ def test_an_error_rolls_the_session_back(monkeypatch, tmp_path):
         ("/completions", {"session": ""}, 400, "'' is not the ID"),
         ("/completions", {"session": NONE + "\n"}, 400, "is not the ID"),
         ("/completions", {"session": NONE}, 404, f"session '{NONE}' does not exist"),
+        ("/completions", {"session": NONE, "stream": True}, 404, f"session '{NONE}' does not exist"),
         ("/completions", {"session": NONE, "n": 2}, 400, "n=2"),
         ("/completions", {"session": NONE, "prompt": ["a", "b"]}, 400, "one prompt and n=1, not 2"),
     ],
@@ -696,12 +695,6 @@ class Process:
         assert " at " in line, self.process.stderr.read()
         self.client = httpx.Client(timeout=60, base_url=line.split(" at ")[1].split(",")[0])
 
-    def turn(self, session, **options):
-        body = {"session": session, "max_tokens": 12, "temperature": 0} | options
-        answer = self.client.post("/completions", json=body)
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["text"]
-
     def kill(self):
         self.client.close()
         self.process.send_signal(signal.SIGKILL)
@@ -716,37 +709,10 @@ def checkpoint(tmp_path):
 
 
 @pytest.mark.full
-def test_a_killed_server_continues_as_one_that_was_not(checkpoint, tmp_path):
-    turns = [{"prompt": " a"}, {"temperature": 1.0, "seed": 5}, {"stop": "e"}, {"temperature": 0.7, "seed": 6}]
-    whole, killed = Process(checkpoint, tmp_path / "a"), Process(checkpoint, tmp_path / "b")
-    try:
-        first, second = (
-            one.client.post("/sessions", json={"prompt": "killed"}).json()["id"] for one in (whole, killed)
-        )
-        for i, options in enumerate(turns):
-            expected = whole.turn(first, **options)
-            assert killed.turn(second, **options) == expected
-            if i % 2:
-                continue
-            body = {"session": second, "max_tokens": 4000, "stream": True}
-            with contextlib.suppress(httpx.HTTPError), killed.client.stream("POST", "/completions", json=body) as it:
-                next(it.iter_lines())
-                killed.kill()
-            killed = Process(checkpoint, tmp_path / "b")
-        tokens = [
-            one.client.get(f"/sessions/{name}").json()["tokens"] for one, name in ((whole, first), (killed, second))
-        ]
-        assert tokens[0] == tokens[1]
-    finally:
-        whole.kill()
-        killed.kill()
-
-
-@pytest.mark.full
 def test_a_kill_while_sessions_are_written_leaves_whole_ones(checkpoint, tmp_path):
     generator = random.Random(0)
     model = longspan.load(checkpoint)
-    for _ in range(4):
+    for _ in range(2):
         server = Process(checkpoint, tmp_path / "sessions")
         names = [server.client.post("/sessions", json={"prompt": "abc"}).json()["id"] for _ in range(3)]
 

@@ -76,20 +76,6 @@ def test_a_slot_holds_what_was_put(spec):
             assert torch.equal(a[i], b[0])
 
 
-def test_decoders_states_join():
-    torch.manual_seed(0)
-    config = longspan.DecoderConfig(vocab=11, length=40, dim=8, heads=2, depth=2, attention="gla; softmax")
-    model = longspan.Decoder(config).double().eval()
-    prompts = [torch.randint(0, 11, (1, n)) for n in (4, 9)]
-    with torch.no_grad():
-        found = [model(model.shift(p), model.init_state(1)) for p in prompts]
-        joined = states.join([state for _, state in found])
-        token = torch.tensor([[3], [5]])
-        together, _ = model(token, joined)
-        for i, (_, state) in enumerate(found):
-            close(together[i], model(token[i : i + 1], state)[0][0])
-
-
 def test_a_pool_with_more_slots_takes_a_shorter_cache():
     attention = longspan.build("softmax", dim=8, heads=2)
     pool = states.fix_capacity(attention.init_state(3), 20)

@@ -4,10 +4,6 @@ import csv
 import json
 from pathlib import Path
 
-import pytest
-
-pytest.importorskip("matplotlib", reason="the benchmarks draw: pip install longspan[plot]")
-
 from PIL import Image
 
 from longspan.cli.entry import main

@@ -29,10 +29,10 @@ def press_at(monkeypatch, index, times=1):
     monkeypatch.setattr(loop, "step_seed", pressed)
 
 
-def fit_in_two(config, run, step, monkeypatch):
-    """Train until Ctrl-C in a step, and resume."""
+def fit_in_two(config, run, step, monkeypatch, times=1):
+    """Train until Ctrl-C in a step, which it finishes and saves unless it comes twice, and resume."""
     with monkeypatch.context() as patch:
-        press_at(patch, step - 1)
+        press_at(patch, step - 1, times)
         with pytest.raises(KeyboardInterrupt):
             fit(config, run, progress=False)
     return fit(config, run, resume=True, progress=False)

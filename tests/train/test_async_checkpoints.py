@@ -121,8 +121,8 @@ def test_killed_while_writing_the_checkpoint_before_is_the_last(sync, tmp_path):
     assert not [path for path in (tmp_path / "run/checkpoints").iterdir() if path.name.startswith(".")]
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("step", [pytest.param(8, marks=pytest.mark.slow), 12])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [8, 12])
 def test_an_error_in_the_background_ends_the_run(step, tmp_path):
     process = start(tmp_path, writing={"step": step, "rank": 1}, **LATER)
     assert process.wait(timeout=HANGS) != 0

@@ -13,7 +13,7 @@ from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import fit
 from longspan.train.auxiliary import Auxiliary, weight_of
-from support.runs import fit_in_two, rows
+from support.runs import rows
 from training_process import tiny, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -208,10 +208,3 @@ class TestTraining:
     def test_they_change_what_is_learned(self, tmp_path, whole):
         fit(DEEP, tiny(tmp_path), progress=False)
         assert weights(tmp_path) != weights(whole)
-
-    # Step 1: the first layer has just stopped; step 5 lies between two checkpoints.
-    @pytest.mark.parametrize("step", [2, 5])
-    def test_interrupted_and_resumed_is_uninterrupted(self, tmp_path, whole, monkeypatch, step):
-        fields = {"intermediate": True, "targets": 2}
-        fit_in_two(DEEP, tiny(tmp_path, **fields), step, monkeypatch)
-        assert weights(tmp_path) == weights(whole)

@@ -3,7 +3,6 @@
 import itertools
 import math
 import shutil
-import signal
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,7 @@ from longspan.models.decoder import Decoder
 from longspan.train import fit, streaming_eval, tbptt
 from longspan.train.evaluate import total
 from longspan.train.objectives import Streams
-from support.runs import fit_in_two, start, trained, wait_for
+from support.runs import trained
 from training_process import tiny, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -154,15 +153,6 @@ def whole(tmp_path_factory, text):
 
 
 class TestTraining:
-    # Between two checkpoints, and where an evaluation would be due.
-    @pytest.mark.parametrize("step", [5, 8])
-    def test_interrupted_and_resumed_is_uninterrupted(self, tmp_path, text, whole, monkeypatch, step):
-        fit_in_two(XL, run(tmp_path, text), step, monkeypatch)
-        assert weights(tmp_path) == weights(whole)
-        one, other = (states(folder) for folder in (tmp_path, whole))
-        assert len(one) == 5
-        assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
-
     def test_accumulated_micro_batches_are_one_row_after_the_other(self, tmp_path, text, monkeypatch):
         seen, read = [], Streams.batch
         monkeypatch.setattr(Streams, "batch", lambda self, *place: seen.append(place[0]) or read(self, *place))
@@ -189,36 +179,8 @@ class TestTraining:
         with pytest.raises(ValueError, match=r"with other settings: run.devices \(1 -> 2\)"):
             fit(XL, run(whole, text, devices=2), resume=True, progress=False)
 
-    @pytest.mark.parametrize(
-        ("config", "fields", "message"),
-        [
-            ({"positions": "learned"}, {}, "positions='learned' has a table of 1024"),
-            ({"attention": "linear; softmax"}, {}, "the state of softmax keeps every token"),
-            ({"checkpointing": True}, {}, "checkpointing=True .*stream=True"),
-            ({"vocab": 17}, {"data": "digits", "length": 0}, "digits contains images"),
-            ({}, {"batch": 999}, r"999 rows \(batch x devices\).* 296 windows"),
-        ],
-    )
-    def test_refused(self, tmp_path, text, config, fields, message):
-        with pytest.raises(ValueError, match=message):
-            fit(replace(XL, **config), run(tmp_path, text, **fields), progress=False)
-        assert not (tmp_path / "run" / "config.yaml").exists()
-
 
 class TestProcesses:
-    @pytest.mark.full
-    def test_killed_and_resumed_is_uninterrupted_to_the_last_bit(self, tmp_path, text):
-        fields = job(text, steps=16, accumulate=2, save_every=3)
-        whole, killed = tmp_path / "whole", tmp_path / "killed"
-        trained(whole, **fields)
-        process = start(killed, pause=0.05, **fields)
-        wait_for(killed, process, 6)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-        trained(killed, resume=True, **fields)
-        assert weights(killed) == weights(whole)
-        assert all(torch.equal(a, b) for a, b in zip(states(killed), states(whole), strict=True))
-
     @pytest.mark.slow
     def test_two_processes_read_the_rows_of_one_and_go_on_with_them(self, tmp_path, text):
         fields = job(text, steps=8, save_every=4)

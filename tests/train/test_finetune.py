@@ -196,11 +196,8 @@ def whole(tmp_path_factory, rows):
     """Fine-tunings of the small decoder from beginning to end, by method."""
     pytest.importorskip("peft")
     folders = {method: tmp_path_factory.mktemp(method) for method in finetune.METHODS}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     for method, folder in folders.items():
         trained(folder, method, rows, accumulate=2)
-    torch.set_num_threads(threads)
     return folders
 
 

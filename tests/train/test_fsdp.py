@@ -126,7 +126,7 @@ def resumed_from(folder, other, step, **fields):
     trained(other, resume=True, **SHARDED | fields)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_resumed_on_as_many_devices_is_uninterrupted_to_the_last_bit(sharded, tmp_path):
     resumed_from(sharded, tmp_path / "again", 6)
     assert_close(whole(tmp_path / "again", "step-00000012"), whole(sharded, "step-00000012"), 0.0)

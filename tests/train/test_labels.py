@@ -1,6 +1,5 @@
 """Classifiers: pooling and its padding, loss and accuracy, a task that is learned, and what is said of new texts."""
 
-import csv
 import json
 from dataclasses import replace
 
@@ -12,12 +11,11 @@ import yaml
 import longspan
 from longspan import data
 from longspan.cli.entry import main
-from longspan.models.config import DecoderConfig, EncoderConfig
+from longspan.models.config import EncoderConfig
 from longspan.models.encoder import Encoder
 from longspan.train import TrainConfig, fit, objectives
 from longspan.train.evaluate import classified
-from support.runs import fit_in_two
-from training_process import tiny, weights
+from training_process import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -137,38 +135,6 @@ class TestTraining:
         model = longspan.load(tmp_path / "run")
         assert model.config.labels == "a b"
         assert model.classify(["aababaa", "bbabb"]).labels == ["a", "b"]
-
-    def test_interrupted_and_resumed_is_uninterrupted(self, tmp_path, monkeypatch):
-        config = replace(TINY, dropout=0.1)
-        fit(config, run(tmp_path / "a", weight_decay=0.1), progress=False)
-        fit_in_two(config, run(tmp_path / "b", weight_decay=0.1), 5, monkeypatch)
-        assert weights(tmp_path / "a") == weights(tmp_path / "b")
-        with (tmp_path / "a/run/metrics.csv").open(newline="") as file:
-            last = list(csv.DictReader(file))[-1]
-        assert 0 <= float(last["accuracy"]) <= 1
-        assert 0 <= float(last["validation_accuracy"]) <= 1
-
-    @pytest.mark.parametrize(
-        ("config", "fields", "message"),
-        [
-            (DecoderConfig(vocab=256), {}, "labels:majority .*model.kind=encoder"),
-            (replace(TINY, pool="none"), {}, "pool='none' .*pool='mean'"),
-            (
-                replace(TINY, labels="b a"),
-                {},
-                r"outputs=2 and labels='b a' do not fit labels:majority, whose 2 labels are",
-            ),
-            (replace(TINY, vocab=255), {}, "vocab=255 does not fit labels:majority"),
-            (replace(TINY, positions="learned", length=24), {}, "length=24 learned positions are too few"),
-            (TINY, {"stream": True}, "stream=True requires a decoder"),
-            (TINY, {"targets": 2}, "targets=2 requires a decoder"),
-            (TINY, {"data": "digits"}, "digits requires a decoder"),
-        ],
-    )
-    def test_what_does_not_fit_is_refused(self, config, fields, message, tmp_path):
-        with pytest.raises(ValueError, match=message):
-            fit(config, run(tmp_path, **fields), progress=False)
-        assert not list(tmp_path.iterdir())
 
 
 class TestCommands:

@@ -12,6 +12,8 @@ from longspan.train import TrainConfig, fit, objectives
 from support.runs import fit_in_two
 from training_process import TINY, tiny, weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Carrying(objectives.NextToken):
     """The loss weighed by a mean of the losses before it, and by a trained weight."""
@@ -30,11 +32,7 @@ class Carrying(objectives.NextToken):
 
 @pytest.fixture(autouse=True)
 def carrying(monkeypatch):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     monkeypatch.setitem(objectives.OBJECTIVES, Decoder, Carrying)
-    yield
-    torch.set_num_threads(threads)
 
 
 def own(folder):

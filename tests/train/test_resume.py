@@ -1,6 +1,7 @@
 """Interrupted, killed and resumed, on one process and on two: the same bits as if nothing had happened."""
 
-import csv
+import functools
+import itertools
 import json
 import math
 import os
@@ -14,6 +15,7 @@ from dataclasses import replace
 import pytest
 import torch
 import yaml
+from torch.utils._pytree import tree_leaves
 
 from longspan import data, train
 from longspan._utils import sealed_dir
@@ -22,7 +24,7 @@ from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
 from longspan.train import fit, loop
 from longspan.train.report import COLUMNS, Table
-from support.runs import press_at, start, trained, wait_for
+from support.runs import fit_in_two, press_at, rows, start, trained, wait_for
 from training_process import HANGS, TINY, best_at, checkpoints, tiny, weights
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -31,11 +33,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run from beginning to end, to which interrupted ones are compared."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("whole")
     fit(TINY, tiny(folder), progress=False)
-    torch.set_num_threads(threads)
     return folder
 
 
@@ -128,8 +127,7 @@ class TestStopAndResume:
         fit(TINY, tiny(tmp_path, steps=8, schedule="constant"), progress=False)
         (tmp_path / "run/checkpoints/last").write_text("step-00000006\n")
         fit(TINY, tiny(tmp_path, steps=11, schedule="constant"), resume=True, progress=False)
-        with (tmp_path / "run/metrics.csv").open(newline="") as file:
-            assert [row["step"] for row in csv.DictReader(file)] == ["4", "8", "10", "11"]
+        assert [row["step"] for row in rows(tmp_path)] == ["4", "8", "10", "11"]
 
     def test_a_row_cut_off_by_a_kill_is_dropped(self, tmp_path):
         row = "5," + ",".join("1" * (len(COLUMNS) - 1))
@@ -145,6 +143,67 @@ class TestStopAndResume:
         )
         fit(TINY, tiny(tmp_path, steps=5), resume=True, progress=False)
         assert not list((tmp_path / "run" / "checkpoints").glob(".*"))
+
+
+SMALL = {"dim": 8, "heads": 2, "feedforward": 12, "dropout": 0.1}
+SPANS = DecoderConfig(**SMALL, depth=2, attention="adaptive_span(span=11, ramp=3, initial=4.0)", vocab=17, length=64)
+LAYERS = {"intermediate": True, "targets": 2}
+# Kinds of runs -> model and fields; their data are made by the fixture.
+RUNS = {
+    "auxiliary": (replace(SPANS, depth=4, attention="linear; softmax"), LAYERS),
+    "labels": (
+        EncoderConfig(**SMALL, depth=1, attention="linear", vocab=256, outputs=2, labels="a b", pool="mean"),
+        {"data": "labels:majority", "weight_decay": 0.1},
+    ),
+    "pairs": (
+        Seq2SeqConfig(**SMALL, depth=1, vocab=257, length=8, smoothing=0.2, encoder_attention="softmax"),
+        {"data": "pairs"},
+    ),
+    "penalty": (SPANS, {"penalty": 0.01}),
+    "statistics": (replace(SPANS, attention="routing(clusters=3, window=5); softmax"), {"accumulate": 2}),
+    "stream": (
+        DecoderConfig(**SMALL, depth=2, attention="transformer_xl(memory=9)", vocab=256, positions="none"),
+        {"data": "text", "length": 11, "stream": True, "batch": 3},
+    ),
+}
+# Kind, the step of Ctrl-C, and how often it comes. Step 5: between two checkpoints. Step 8: an evaluation is due.
+# Step 2: an auxiliary loss has just stopped. What comes twice loses the steps since the checkpoint of step 6.
+CUTS = [*((kind, 5, 1) for kind in RUNS), ("pairs", 8, 1), ("stream", 8, 2), ("labels", 8, 2), ("auxiliary", 2, 1)]
+
+
+@pytest.fixture(scope="module")
+def wholes(tmp_path_factory):
+    """``wholes(kind)``: the model of a kind of run, the fields, and a folder of one from beginning to end."""
+    files = tmp_path_factory.mktemp("data")
+    words = ["".join(word) for n in (1, 2, 3, 4) for word in itertools.product("abc", repeat=n)]
+    (files / "words.tsv").write_text("".join(f"{word}\t{word[::-1]}\n" for word in words))
+    (files / "texts").mkdir()
+    for i, size in enumerate((770, 500, 640, 900, 811)):
+        (files / "texts" / f"{i}.txt").write_bytes(bytes((i * 7 + j * j) % 88 + 32 for j in range(size)))
+    data_of = {"pairs": f"pairs:{files / 'words.tsv'}", "text": f"text:{files / 'texts'}"}
+
+    @functools.cache
+    def of(kind):
+        config, fields = RUNS[kind]
+        fields = fields | {"data": data_of.get(fields.get("data"), fields.get("data", "digits"))}
+        folder = tmp_path_factory.mktemp(kind)
+        fit(config, tiny(folder, **fields), progress=False)
+        return config, fields, folder
+
+    return of
+
+
+@pytest.mark.parametrize(("kind", "step", "times"), CUTS)
+def test_every_kind_of_run_is_resumed_to_the_last_bit(kind, step, times, wholes, tmp_path, monkeypatch):
+    config, fields, whole = wholes(kind)
+    fit_in_two(config, tiny(tmp_path, **fields), step, monkeypatch, times)
+    assert weights(tmp_path) == weights(whole)
+    assert (tmp_path / "run/checkpoints/best").read_text() == (whole / "run/checkpoints/best").read_text()
+    one, other = (checkpoint.load_training(checkpoint.resolve(at / "run", prefer="last")) for at in (tmp_path, whole))
+    pairs = [(a, b) for a, b in zip(tree_leaves(one), tree_leaves(other), strict=True) if isinstance(a, torch.Tensor)]
+    assert all(torch.equal(a, b) for a, b in pairs)
+    found, wanted = ({k: v for k, v in rows(at)[-1].items() if "validation" in k} for at in (tmp_path, whole))
+    assert found == wanted
 
 
 def changing(kind, folder, word):
@@ -171,16 +230,6 @@ def changing(kind, folder, word):
 
 
 class TestRefused:
-    def test_taken_folder(self, whole):
-        with pytest.raises(
-            ValueError, match=r"holds a run; resume it with `longspan train --config \S*config.yaml --resume`"
-        ):
-            fit(TINY, tiny(whole), progress=False)
-
-    def test_nothing_to_resume(self, tmp_path):
-        with pytest.raises(ValueError, match="nothing to resume in"):
-            fit(TINY, tiny(tmp_path), resume=True, progress=False)
-
     def test_no_run_to_resume(self, tmp_path):
         (tmp_path / "run").mkdir()
         (tmp_path / "run" / "notes.txt").write_text("mine")
@@ -234,17 +283,6 @@ class TestRefused:
         (tmp_path / "file").write_text("")
         with pytest.raises(ValueError, match=r"cannot write the run's folder .*: Not a directory"):
             fit(TINY, tiny(tmp_path / "file"), progress=False)
-
-    def test_levels_that_are_not_the_datas(self, tmp_path):
-        with pytest.raises(ValueError, match="vocab=256 does not fit digits, whose tokens have 17 levels"):
-            fit(DecoderConfig(), tiny(tmp_path), progress=False)
-        # The folder is still free for a second try.
-        fit(TINY, tiny(tmp_path, steps=1), progress=False)
-
-    def test_positions_that_are_too_few(self, tmp_path):
-        config = DecoderConfig(**TINY.to_dict() | {"length": 63})
-        with pytest.raises(ValueError, match="length=63 learned positions are too few for digits: 64 tokens"):
-            fit(config, tiny(tmp_path), progress=False)
 
     def test_without_lightning(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "lightning.pytorch", None)

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from longspan._utils import atomic_io, locks, progress, signals
 from longspan.cli import entry
@@ -112,14 +111,8 @@ def test_what_python_thinks_of_a_spec_is_not_said():
     assert "SyntaxWarning" not in done.stderr
 
 
+@pytest.mark.usefixtures("one_thread")
 class TestTraining:
-    @pytest.fixture(autouse=True)
-    def one_thread(self):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        yield
-        torch.set_num_threads(threads)
-
     @pytest.fixture
     def send(self, monkeypatch):
         """``send(index, number, ...)``: signals while micro-batch number ``index`` is being worked on."""
@@ -149,12 +142,6 @@ class TestTraining:
         checkpoint.load("run")
         send(-1)
         assert main(["train", "--config", "run/config.yaml", "--resume"]) == 0
-
-    def test_a_second_one_ends_at_once(self, tmp_path, send):
-        send(4, signal.SIGTERM, signal.SIGTERM)
-        with pytest.raises(signals.Interrupted, match=r"at step 4; step-00000004 is saved") as error:
-            fit(TINY, tiny(tmp_path), progress=False)
-        assert error.value.number == signal.SIGTERM
 
     def test_no_other_process_writes_into_the_folder(self, tmp_path):
         run = tiny(tmp_path, steps=2)

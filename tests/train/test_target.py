@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import signal
 from dataclasses import asdict, replace
 
 import pytest
@@ -12,12 +11,12 @@ import yaml
 import longspan
 from longspan.data.pairs import Batch
 from longspan.models import checkpoint
-from longspan.models.config import DecoderConfig, EncoderConfig, Seq2SeqConfig
+from longspan.models.config import Seq2SeqConfig
 from longspan.models.seq2seq import Seq2Seq
 from longspan.train import TrainConfig, fit, loop, objectives
 from longspan.train.evaluate import evaluate_seq2seq
-from support.runs import fit_in_two, rows, start, trained, wait_for
-from training_process import TINY, tiny, weights
+from support.runs import rows
+from training_process import TINY, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,10 +50,7 @@ def dataset(file):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory, file):
     folder = tmp_path_factory.mktemp("whole")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     fit(SMALL, tiny(folder, data=file), progress=False)
-    torch.set_num_threads(threads)
     return folder
 
 
@@ -238,61 +234,8 @@ class TestRuns:
         assert result.bits["validation"] < 0.5
         assert result.exact["validation"] > 0.5
 
-    @pytest.mark.parametrize("step", [5, 8])
-    def test_interrupted_and_resumed_is_uninterrupted(self, tmp_path, file, whole, monkeypatch, step):
-        fit_in_two(SMALL, tiny(tmp_path, data=file), step, monkeypatch)
-        assert weights(tmp_path) == weights(whole)
-        assert rows(tmp_path)[-1]["validation_exact"] == rows(whole)[-1]["validation_exact"]
-
-    @pytest.mark.full
-    def test_killed_and_resumed_is_uninterrupted_to_the_last_bit(self, tmp_path, file):
-        fields = {"data": file, "steps": 30, "accumulate": 2, "batch": 3, "model": {"kind": "seq2seq"} | asdict(SMALL)}
-        folders = whole, killed = tmp_path / "whole", tmp_path / "killed"
-        trained(whole, **fields)
-        process = start(killed, pause=0.05, **fields)
-        wait_for(killed, process, 9)
-        process.kill()
-        assert process.wait() == -signal.SIGKILL
-        assert int((killed / "run/checkpoints/last").read_text()[5:]) < 30
-        trained(killed, resume=True, **fields)
-        assert weights(killed) == weights(whole)
-        states = [
-            checkpoint.load_training(checkpoint.resolve(folder / "run", prefer="last"))["optimizer_states"][0]["state"]
-            for folder in folders
-        ]
-        for index, moments in states[0].items():
-            for key, value in moments.items():
-                assert torch.equal(value, states[1][index][key])
-
     def test_other_settings_are_named(self, whole, file):
         with pytest.raises(ValueError, match=r"with other settings: model.smoothing \(0.2 -> 0.1\)"):
             fit(replace(SMALL, smoothing=0.1), tiny(whole, data=file), resume=True, progress=False)
         with pytest.raises(ValueError, match=r"with other settings: model.kind \(seq2seq -> decoder\), "):
             fit(TINY, tiny(whole, data=file), resume=True, progress=False)
-
-
-class TestRefused:
-    def test_a_decoder_on_pairs(self, tmp_path, file):
-        with pytest.raises(ValueError, match="pairs.*model.kind=seq2seq"):
-            fit(DecoderConfig(vocab=257), tiny(tmp_path, data=file), progress=False)
-
-    @pytest.mark.parametrize("config", [SMALL, EncoderConfig()])
-    def test_what_is_no_decoder_on_images(self, tmp_path, config):
-        with pytest.raises(ValueError, match="digits requires a decoder, not model.kind="):
-            fit(config, tiny(tmp_path), progress=False)
-
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            ({"vocab": 256}, "vocab=256 does not fit pairs:.*, whose tokens have 257 levels"),
-            ({"source_vocab": 200}, "source_vocab=200 is too small for pairs:.*, whose sources have 256 levels"),
-            ({"length": 4}, "length=4 learned positions are too few for pairs:.*: 5 tokens per example"),
-        ],
-    )
-    def test_what_does_not_fit_the_pairs(self, tmp_path, file, fields, message):
-        with pytest.raises(ValueError, match=message):
-            fit(replace(SMALL, **fields), tiny(tmp_path, data=file), progress=False)
-
-    def test_a_penalty_that_nothing_adds(self, tmp_path, file):
-        with pytest.raises(ValueError, match="penalty=0.5 weighs .*linear, softmax has none"):
-            fit(SMALL, tiny(tmp_path, data=file, penalty=0.5), progress=False)

@@ -113,14 +113,6 @@ def test_documents_in_training(folder, tmp_path, way):
     assert result.bits["test"] < 9
 
 
-def test_segments_are_refused_where_they_have_no_meaning(folder, tmp_path):
-    with pytest.raises(ValueError, match="segments=True has no effect with stream=True"):
-        TrainConfig(segments=True, stream=True)
-    run = TrainConfig(data="digits", segments=True, steps=1, out=str(tmp_path / "a"))
-    with pytest.raises(ValueError, match="digits contains images"):
-        fit(DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=17), run, progress=False)
-
-
 def test_batches_of_an_evaluation_shrink_with_the_vocabulary():
     assert [default_batch_size(100, vocab) for vocab in (2, 256, 512, 50_000)] == [64, 64, 64, 1]
     assert [default_batch_size(400, vocab) for vocab in (256, 512)] == [32, 16]
