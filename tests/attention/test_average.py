@@ -1,4 +1,4 @@
-"""The average attention network: worked by hand, and as the paper's equations over all pairs."""
+"""The average attention network as the paper's equations over all pairs."""
 
 import torch
 

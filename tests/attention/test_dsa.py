@@ -1,4 +1,4 @@
-"""DeepSeek sparse attention by hand, against softmax under the choice of its indexer, and the indexer's loss."""
+"""DeepSeek sparse attention against softmax under the choice of its indexer, and the indexer's loss."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Fast weight programmers: worked by hand, and as the paper's equations over all pairs."""
+"""Fast weight programmers as the paper's equations over all pairs."""
 
 import pytest
 import torch

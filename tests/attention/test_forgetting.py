@@ -1,4 +1,4 @@
-"""The forgetting transformer by hand, against its definition, and what its kernels leave out."""
+"""The forgetting transformer against its definition, and what its kernels leave out."""
 
 import math
 

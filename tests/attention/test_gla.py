@@ -1,4 +1,4 @@
-"""Gated linear attention: worked by hand, and as the paper's equations over all pairs."""
+"""Gated linear attention as the paper's equations over all pairs."""
 
 import torch
 import torch.nn.functional as F

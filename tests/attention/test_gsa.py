@@ -1,4 +1,4 @@
-"""Gated slot attention, worked by hand, and slots against their definition in float64."""
+"""Gated slot attention: slots against their definition in float64."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Log-linear attention on the gates of Mamba-2: worked by hand, and as the sum over pairs."""
+"""Log-linear attention on the gates of Mamba-2 as the sum over pairs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Longhorn, worked by hand, and against its recurrence number by number."""
+"""Longhorn against its recurrence number by number."""
 
 import torch
 import torch.nn.functional as F

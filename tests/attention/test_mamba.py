@@ -1,4 +1,4 @@
-"""Mamba: worked by hand, and as the equations of the paper."""
+"""Mamba as the equations of the paper."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Mamba-3: worked by hand, and as its recurrence token by token."""
+"""Mamba-3 as its recurrence token by token."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Mesa: worked by hand, against solutions of each system in float64, and how its gradients follow the solution."""
+"""Mesa against solutions of each system in float64, and how its gradients follow the solution."""
 
 import itertools
 

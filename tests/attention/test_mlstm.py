@@ -1,4 +1,4 @@
-"""mLSTM: worked by hand, as the equations of the paper, and at the limits of its exponential gates."""
+"""mLSTM as the equations of the paper, and at the limits of its exponential gates."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Mixture of block attention by hand, against a loop over queries, and against flash-linear-attention's definition."""
+"""Mixture of block attention against a loop over queries, and against flash-linear-attention's definition."""
 
 import pytest
 import torch

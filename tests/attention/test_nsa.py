@@ -1,4 +1,4 @@
-"""Native sparse attention by hand, against loops over queries, and the choice that heads share."""
+"""Native sparse attention against loops over queries, and the choice that heads share."""
 
 import pytest
 import torch

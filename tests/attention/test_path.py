@@ -1,4 +1,4 @@
-"""PaTH attention by hand and against products of its maps."""
+"""PaTH attention against products of its maps."""
 
 import pytest
 import torch

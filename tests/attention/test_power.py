@@ -1,4 +1,4 @@
-"""Power attention, worked by hand, and pair by pair in float64."""
+"""Power attention pair by pair in float64."""
 
 import pytest
 import torch

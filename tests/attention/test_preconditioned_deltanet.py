@@ -1,4 +1,4 @@
-"""The preconditioned delta rule, worked by hand, and against its recurrence in float64."""
+"""The preconditioned delta rule against its recurrence in float64."""
 
 import pytest
 import torch

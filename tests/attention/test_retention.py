@@ -1,4 +1,4 @@
-"""The retention of RetNet: worked by hand, and as the paper's equations over all pairs."""
+"""The retention of RetNet as the paper's equations over all pairs."""
 
 import math
 

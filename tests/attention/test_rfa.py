@@ -1,4 +1,4 @@
-"""Random feature attention: by hand, as a matrix of all pairs, against softmax, and with extreme gates."""
+"""Random feature attention as a matrix of all pairs, against softmax, and with extreme gates."""
 
 import pytest
 import torch

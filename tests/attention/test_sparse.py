@@ -1,4 +1,4 @@
-"""Attention under any pattern: worked by hand, and properties of all mechanisms with a pattern."""
+"""Attention under any pattern: properties of all mechanisms with a pattern."""
 
 import pytest
 import torch

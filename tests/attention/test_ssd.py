@@ -1,4 +1,4 @@
-"""State-space duality: worked by hand, and as the paper's equations over all pairs."""
+"""State-space duality as the paper's equations over all pairs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Stick-breaking attention by hand, against its definition, and where its kernels stop."""
+"""Stick-breaking attention against its definition, and where its kernels stop."""
 
 import pytest
 import torch

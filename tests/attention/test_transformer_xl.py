@@ -1,4 +1,4 @@
-"""Transformer-XL: by hand, against loops over all pairs, against XLNet's attention, and its memory."""
+"""Transformer-XL against loops over all pairs, against XLNet's attention, and its memory."""
 
 import types
 
