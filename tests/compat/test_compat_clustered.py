@@ -10,14 +10,11 @@ from longspan.compat.fast_transformers import sparse_product as sparse
 from longspan.compat.fast_transformers.builders import AttentionBuilder, TransformerEncoderBuilder
 from longspan.compat.fast_transformers.clustering import hamming
 from longspan.compat.fast_transformers.masking import FullMask, LengthMask, TriangularCausalMask
+from support.tensors import data
 
 N, L, S, H, E, D = 3, 13, 11, 2, 5, 7
 LENGTHS, SIZES = LengthMask(torch.tensor([13, 4, 9]), max_len=L), LengthMask(torch.tensor([11, 2, 7]), max_len=S)
 SMALL = {"n_layers": 2, "n_heads": 2, "query_dimensions": 5, "value_dimensions": 5, "feed_forward_dimensions": 11}
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def qkv(length=L, size=S):

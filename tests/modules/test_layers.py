@@ -13,10 +13,7 @@ from longspan.modules.rotary import rotate
 from longspan.modules.short_conv import ShortConvolution
 from longspan.ops.backends import watch
 from longspan.ops.tensors import merge, positions, split, unit, visible
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from support.tensors import data as randn
 
 
 class TestPositions:
