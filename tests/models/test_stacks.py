@@ -56,6 +56,20 @@ def pondered(made, x, **given):
 
 
 class TestAct:
+    def test_halted_tokens_keep_their_state(self):
+        made, x = stack(depth=1, stack="act(steps=5, threshold=0.3)", attention="linear"), data(11, batch=3)
+        read = []
+        made.blocks[0].register_forward_pre_hook(lambda module, given: read.append(given[0]))
+        _, record = pondered(made, x)
+        counts = record["steps"]
+        assert 1 <= counts.min() < counts.max() <= 5
+        at = sinusoid(torch.arange(11)[None], 16, torch.float64)
+        plain = [r - at - sinusoid(torch.tensor([[t]]), 16, torch.float64) for t, r in enumerate(read, 1)]
+        for t in range(1, len(plain)):
+            halted = counts < t  # before step t, counted from 1, which made plain[t - 1] into plain[t]
+            torch.testing.assert_close(plain[t][halted], plain[t - 1][halted], rtol=1e-9, atol=1e-9)
+            assert not torch.equal(plain[t][~halted], plain[t - 1][~halted])
+
     def test_padding_costs_nothing_and_rows_are_alone(self):
         made, x = stack(stack="act(steps=4)", attention="linear"), data()
         mask = torch.ones(2, 13, dtype=torch.bool)
