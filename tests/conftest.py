@@ -84,7 +84,7 @@ LATER = tuple(
     f"tests/{name}"
     for name in """
         bench/ experiments/ cli/test_demo.py cli/test_transcribe.py compat/test_accelerate_launch.py
-        compat/test_hub_trainer.py compat/test_hub_training.py compat/test_hybrid_coverage.py compat/test_onnx.py
+        compat/test_hub_trainer.py compat/test_hybrid_coverage.py compat/test_onnx.py
         data/test_download.py generation/test_engine_states.py gpu/test_decoding.py gpu/test_fake_device.py
         gpu/test_forms_on_cuda.py gpu/test_triton_compiled.py gpu/test_triton_convolution.py gpu/test_triton_decay.py
         gpu/test_triton_delta.py gpu/test_triton_linear.py gpu/test_triton_step.py house/test_attacks.py

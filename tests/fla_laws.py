@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
@@ -25,12 +24,6 @@ def build(model_type, seed=0, **options):
             # Norm weights and biases other than 1 and 0, so that a forgotten one is seen.
             parameter.add_(0.1 * torch.randn_like(parameter))
     return model
-
-
-def built(case):
-    """The model of a case: (model type, options)."""
-    name, options = case
-    return build(name, **options)
 
 
 def close(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> None:
@@ -125,32 +118,6 @@ def named_early(model, folder):
 
 
 LAWS = (continued, padded, packed, generates, trains)
-
-
-def shared_tests(cases, refused):
-    """The tests that every file has: the laws, checkpoints, and errors.
-
-    Args:
-        cases: (model type, options) by name.
-        refused: (model type, options, the error's message).
-    """
-
-    @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
-    @pytest.mark.parametrize("case", cases)
-    def test_laws(law, case):
-        law(built(cases[case]))
-
-    @pytest.mark.parametrize("case", cases)
-    def test_saved_and_loaded(case, tmp_path):
-        saved(built(cases[case]), tmp_path)
-
-    @pytest.mark.whole
-    @pytest.mark.parametrize(("name", "options", "message"), refused)
-    def test_unsupported_options_are_refused(name, options, message):
-        with pytest.raises(ValueError, match=message):
-            build(name, **options)
-
-    return test_laws, test_saved_and_loaded, test_unsupported_options_are_refused
 
 
 def convolved(x: Tensor, weight: Tensor) -> Tensor:

@@ -25,12 +25,150 @@ B, T, H, HV = 1, 9, 2, 4
 BLOCK, TOP = 2, 4  # tokens per block, and blocks per query
 SIZES = 6, 4  # channels of keys and of values
 RECORDED = json.loads((Path(__file__).parent / "compat" / "fla_names.json").read_text(encoding="utf-8"))
-# Model types whose layers run in the interpreter. The others: log_linear_mamba2 and mamba3 require CUDA, lightnet has
-# a scan that the interpreter does not have, mamba and mamba2 are transformers' own classes here.
-MODELS = (
-    *("gla", "delta_net", "gated_deltanet", "kda", "gated_deltaproduct", "comba"),
-    *("retnet", "linear_attn", "hgrn", "hgrn2", "rwkv6", "rwkv7"),
-    *("forgetting_transformer", "path_attn", "nsa", "transformer", "mla"),
+SMALL, SHARED = {"num_heads": 2, "head_dim": 8}, {"num_heads": 4, "num_kv_heads": 2}
+WIDE = SHARED | {"qkv_bias": True, "qk_norm": True}
+PRECONDITIONED = {"num_heads": 2, "num_v_heads": 4, "head_dim": 6, "allow_neg_eigval": True, "squash_x": 1.2}
+LATENT = {"num_heads": 4, "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "qk_head_dim": None}
+RANKS = {"decay_low_rank_dim": 3, "gate_low_rank_dim": 5, "a_low_rank_dim": 6, "v_low_rank_dim": 7}
+LOG_LINEAR = {"intermediate_size": None, "num_hidden_layers": 2}
+# Options of small models: the tests try all laws on each. (model type, options)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "abc": ("abc", {"num_heads": 2, "num_slots": 8}),
+    "abc-conv": ("abc", {"num_heads": 4, "num_slots": 4, "use_short_conv": True, "use_rope": False, "expand_v": 2.0}),
+    "bitnet": ("bitnet", SHARED | {"window_size": 5}),
+    "comba": ("comba", SMALL),
+    "comba-shared": ("comba", SMALL | {"num_v_heads": 4, "use_output_gate": False}),
+    "comba-plain": ("comba", SMALL | {"use_short_conv": False}),
+    "delta_net": ("delta_net", {"num_heads": 2}),
+    "delta_net-sum": (
+        "delta_net",
+        {"num_heads": 2, "qk_norm": "sum", "qk_activation": "elu", "use_gate": True, "allow_neg_eigval": True},
+    ),
+    "delta_net-bare": ("delta_net", {"num_heads": 2, "use_short_conv": False, "use_beta": False}),
+    "deltaformer": ("deltaformer", {"num_heads": 2, "use_cache": True}),
+    "deltaformer-wide": ("deltaformer", {"num_heads": 4, "qkv_bias": True, "qk_norm": True, "use_cache": True}),
+    "forgetting": ("forgetting_transformer", {"num_heads": 2}),
+    "forgetting-shared": ("forgetting_transformer", WIDE | {"use_output_gate": True}),
+    "gated_deltanet": ("gated_deltanet", SMALL),
+    "gated_deltanet-shared": (
+        "gated_deltanet",
+        SMALL | {"num_v_heads": 4, "expand_v": 1.0, "allow_neg_eigval": True, "output_gate_activation": "sigmoid"},
+    ),
+    "gated_deltanet-hybrid": (
+        "gated_deltanet",
+        SMALL | {"use_gate": False, "attn": {"layers": [0, 2], "num_heads": 4, "qkv_bias": True}},
+    ),
+    "gated_deltaproduct": ("gated_deltaproduct", SMALL | {"num_householder": 3, "use_forget_gate": True}),
+    "gated_deltaproduct-plain": (
+        "gated_deltaproduct",
+        SMALL | {"num_householder": 2, "allow_neg_eigval": True, "use_output_gate": False},
+    ),
+    "gla": ("gla", {"num_heads": 2}),
+    "gla-shared": ("gla", SHARED | {"use_short_conv": True, "clamp_min": -0.05, "feature_map": "relu"}),
+    "gla-hybrid": ("gla", {"num_heads": 2, "attn": SHARED | {"layers": [1], "window_size": 5}}),
+    "gsa": ("gsa", {"num_heads": 2, "num_slots": 5}),
+    "gsa-shared": ("gsa", SHARED | {"num_slots": None, "use_short_conv": True, "feature_map": "t2r"}),
+    "gsa-relu": ("gsa", {"num_heads": 2, "num_slots": 3, "feature_map": "relu", "gate_logit_normalizer": 2}),
+    "hgrn": ("hgrn", {}),
+    "hgrn-free": (
+        "hgrn",
+        {"use_lower_bound": False, "expand_ratio": 2, "use_short_conv": True, "elementwise_affine": False},
+    ),
+    "hgrn-conv": ("hgrn", {"use_short_conv": True, "conv_size": 3, "tie_word_embeddings": True}),
+    "hgrn2": ("hgrn2", {"expand_ratio": 16}),
+    "hgrn2-free": ("hgrn2", {"expand_ratio": None, "num_heads": 4, "use_lower_bound": False, "use_short_conv": True}),
+    "kda": ("kda", SMALL),
+    "kda-bounded": ("kda", SMALL | {"num_v_heads": 4, "expand_v": 1.5, "safe_gate": True, "lower_bound": -2.0}),
+    "lightnet": ("lightnet", {"expand_ratio": 16}),
+    "lightnet-conv": ("lightnet", {"expand_ratio": 8, "num_heads": 2, "use_short_conv": True}),
+    "linear_attn": ("linear_attn", {"num_heads": 2}),
+    "linear_attn-hedgehog": ("linear_attn", {"num_heads": 2, "feature_map": "hedgehog", "norm_feature_map": True}),
+    "linear_attn-t2r": ("linear_attn", SHARED | {"feature_map": "t2r", "tie_feature_map_qk": True, "norm_q": True}),
+    "linear_attn-tied": (
+        "linear_attn",
+        {"num_heads": 2, "feature_map": "hedgehog", "tie_feature_map_qk": True, "tie_word_embeddings": True},
+    ),
+    "linear_attn-dpfp": ("linear_attn", {"num_heads": 2, "feature_map": "dpfp", "norm_k": True}),
+    "linear_attn-elu": ("linear_attn", {"num_heads": 2, "feature_map": "elu", "norm_feature_map": True}),
+    "log_linear": ("log_linear_mamba2", LOG_LINEAR | {"head_dim": 8, "state_size": 6}),
+    "log_linear-groups": (
+        "log_linear_mamba2",
+        {"head_dim": 16, "state_size": 4, "n_groups": 2, "use_bias": True, "use_conv_bias": False, "norm_eps": 1e-2}
+        | LOG_LINEAR,
+    ),
+    "log_linear-tied": (
+        "log_linear_mamba2",
+        {"head_dim": 32, "state_size": 5, "expand": 1, "tie_word_embeddings": True, "conv_kernel": 3} | LOG_LINEAR,
+    ),
+    "mamba3": ("mamba3", LOG_LINEAR | {"head_dim": 16, "state_size": 8}),
+    "mamba3-groups": (
+        "mamba3",
+        {"head_dim": 16, "state_size": 6, "n_groups": 2, "use_bias": True, "A_floor": 0.4, "norm_eps": 1e-2}
+        | LOG_LINEAR,
+    ),
+    "mamba3-normed": (
+        "mamba3",
+        {"head_dim": 8, "state_size": 5, "expand": 1, "rope_fraction": 1.0, "is_outproj_norm": True} | LOG_LINEAR,
+    ),
+    "mesa_net": ("mesa_net", SMALL),
+    "mesa_net-gated": ("mesa_net", {"num_heads": 4, "head_dim": 6, "use_output_gate": True, "lambda_lower_bound": 0.5}),
+    "mla": ("mla", LATENT | {"v_head_dim": 8, "q_lora_rank": 12}),
+    "mla-window": ("mla", LATENT | {"v_head_dim": 10, "q_lora_rank": None, "window_size": 5}),
+    "moba": ("moba", {"num_heads": 2, "moba_chunk_size": 4, "moba_topk": 3}),
+    "moba-shared": ("moba", WIDE | {"moba_chunk_size": 5, "moba_topk": 2, "use_output_gate": True}),
+    "nsa": ("nsa", SHARED | {"head_dim": 8, "block_size": 3, "block_counts": 4, "window_size": 5}),
+    "nsa-wide": (
+        "nsa",
+        SHARED | {"head_dim": 12, "qkv_bias": True, "block_size": 4, "block_counts": 3, "window_size": 2},
+    ),
+    "path": ("path_attn", {"num_heads": 2}),
+    "path-shared": ("path_attn", SHARED | {"use_low_rank_w": False, "use_w_shortconv": False}),
+    "precond_gated_deltanet": ("precond_gated_deltanet", SMALL),
+    "precond_gated_deltanet-shared": (
+        "precond_gated_deltanet",
+        PRECONDITIONED | {"use_gate": False, "use_short_conv": False},
+    ),
+    "precond_kda": ("precond_kda", SMALL),
+    "precond_kda-shared": ("precond_kda", PRECONDITIONED | {"expand_v": 2.0, "safe_gate": True, "lower_bound": -5.0}),
+    "raven": ("raven", {"num_heads": 2, "num_slots": 6, "topk": 2}),
+    "raven-shared": (
+        "raven",
+        SHARED
+        | {"num_slots": 6, "topk": 3, "decay_type": "GLA", "use_rope": True, "router_type": "mlp"}
+        | {"router_score": "softmax", "use_output_gate": True, "expand_v": 2.0},
+    ),
+    "retnet": ("retnet", {"num_heads": 2}),
+    "retnet-shared": ("retnet", SHARED | {"use_output_gate": False, "feature_map": "relu"}),
+    "rwkv6": ("rwkv6", {"num_heads": 2}),
+    "rwkv6-wide": (
+        "rwkv6",
+        {"num_heads": 4, "expand_k": 1.0, "expand_v": 0.5, "proj_low_rank_dim": 3, "gate_low_rank_dim": 5}
+        | {"norm_first": False, "norm_bias": False},
+    ),
+    "rwkv6-hybrid": ("rwkv6", {"num_heads": 2, "attn": {"layers": [1], "num_heads": 4, "window_size": 5}}),
+    "rwkv7": ("rwkv7", {"head_dim": 16}),
+    "rwkv7-wide": (
+        "rwkv7",
+        {"head_dim": None, "num_heads": 4, "value_dim": [64, 64, 64], "fuse_norm": False, "norm_first": False} | RANKS,
+    ),
+    "stick_breaking": ("stickbreaking_attn", {"num_heads": 2, "use_cache": True}),
+    "stick_breaking-shared": ("stickbreaking_attn", WIDE | {"attend_current": True, "use_cache": True}),
+    "transformer": ("transformer", {"num_heads": 2}),
+    "transformer-shared": ("transformer", WIDE | {"window_size": 5}),
+}
+SIZE = {"hidden_size": 64, "num_hidden_layers": 3, "intermediate_size": 48, "vocab_size": 12}
+# Model types whose layers do not run in the interpreter: some require CUDA or flash-attn, or have a scan or shapes that
+# it does not support. mamba and mamba2 are transformers' own classes here.
+NOT_RUN = (
+    "abc",
+    "bitnet",
+    "deltaformer",
+    "lightnet",
+    "log_linear_mamba2",
+    "mamba3",
+    "mesa_net",
+    "moba",
+    "stickbreaking_attn",
 )
 
 
@@ -210,14 +348,12 @@ def results(case: Function | Naive, out: Tensor, end: Any, leaves: dict[str, Ten
         yield from ((f"grad_{name}", grad) for name, grad in zip(needed, grads, strict=True))
 
 
-def model_cases() -> list[tuple[str, int]]:
-    """Model type and number of the recorded options."""
-    return [(name, i) for name in MODELS for i in range(len(RECORDED[name]["models"]))]
-
-
-def model_options(name: str, case: int) -> dict[str, Any]:
-    """Options of a small model."""
-    return RECORDED[name]["models"][case]["options"] | {"vocab_size": 12, "num_hidden_layers": 2}
+def model_cases() -> dict[str, tuple[str, dict[str, Any]]]:
+    """Type and options of the models whose logits are stored, by name: CASES, and those recorded of nsa."""
+    found = {key: (name, SIZE | options) for key, (name, options) in CASES.items() if name not in (*NOT_RUN, "nsa")}
+    for i, one in enumerate(RECORDED["nsa"]["models"]):
+        found[f"nsa-{i}"] = "nsa", one["options"] | {"vocab_size": 12, "num_hidden_layers": 2}
+    return found
 
 
 def ids(name: str) -> Tensor:
@@ -269,10 +405,10 @@ def main(path: str, keys: int, values: int) -> None:
         leaves = arguments(case, given)
         out = case.call(importlib.import_module(f"fla.ops.{case.module}"), **leaves)
         found |= {f"naive-{name}/{part}": value for part, value in results(case, out, (), leaves)}
-    for name, case in model_cases():
-        model = fill(AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **model_options(name, case))))
+    for key, (name, options) in model_cases().items():
+        model = fill(AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **options)))
         with torch.no_grad():
-            found[f"model-{name}/{case}/logits"] = model(ids(name), use_cache=False).logits
+            found[f"model-{key}/logits"] = model(ids(name), use_cache=False).logits
     np.savez_compressed(path, **{name: value.detach().numpy() for name, value in found.items()})
 
 

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from longspan.states.kv_cache import KeyValues
-from support.hand import plain, read
 from support.sparse import N, agree, build, data, dense, heads_of, pairs, past, product, softmax
 
 C = 7  # the last row of pixels is cut short
@@ -16,13 +14,6 @@ def column(i, j):
 
 def row(i, j):
     return i // C == j // C
-
-
-def test_by_hand():
-    """All keys tie: a layer of columns reads the mean of its column so far, the next one that of its row."""
-    columns, rows = (plain("axial(width=2)", asking=False, layer=layer) for layer in (0, 1))
-    assert read(columns, 1.0, 2.0, 4.0, 8.0, 16.0) == [1.0, 2.0, 2.5, 5.0, 7.0]
-    assert read(rows, 1.0, 2.0, 4.0, 8.0, 16.0) == [1.0, 1.5, 4.0, 6.0, 16.0]
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -59,11 +50,6 @@ def test_whole_lines_are_attention_on_reshaped_batches():
         torch.testing.assert_close(module(x)[0], expected, rtol=0, atol=1e-10)
 
 
-def test_causal_columns_are_the_strided_step():
-    other = build(f"sparse_transformer(block={C}, integration='interleaved')", layer=1)
-    assert build(f"axial(width={C})").key_pattern == other.key_pattern
-
-
 def test_two_layers_reach():
     """Without direction everything; causally what is above and left: the rest is why the paper shifts rows."""
     columns, rows = (build(f"axial(width={C})", causal=False, layer=i).key_pattern.dense(5 * C)[0] for i in (0, 1))
@@ -71,8 +57,3 @@ def test_two_layers_reach():
     assert product(columns, rows).all()
     columns, rows = (build(f"axial(width={C})", layer=i).key_pattern.dense(N)[0] for i in (0, 1))
     assert product(columns, rows).equal(pairs(N, lambda i, j: j // C <= i // C and j % C <= i % C))
-
-
-def test_layers_of_rows_keep_one_row():
-    assert build(f"axial(width={C})", layer=1).init_state(2).keys.shape[2] == C
-    assert isinstance(build(f"axial(width={C})").init_state(2), KeyValues)

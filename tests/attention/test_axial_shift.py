@@ -4,8 +4,6 @@ import pytest
 import torch
 
 import longspan
-from longspan import patterns
-from longspan.states import nbytes
 from support.sparse import build, data
 from support.tensors import close, same
 
@@ -51,23 +49,6 @@ def test_it_equals_loops_over_the_grid(width, backend):
             same(module(x)[0], torch.stack([loops(module, row) for row in x]), module.parameters())
 
 
-def test_one_column_is_the_token_itself_and_causal_softmax_one_token_ago():
-    module, x = shifted(1), data(N)
-    q, k, v = (part(x).unflatten(-1, (2, -1)).transpose(1, 2) for part in (module.query, module.key, module.value))
-    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    o = v + torch.nn.functional.pad(o[:, :, :-1], (0, 0, 1, 0))
-    close(module(x)[0], module.out(o.transpose(1, 2).flatten(-2)))
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_every_pixel_reaches_all_of_its_past_and_nothing_else(width):
-    module, x = shifted(width), data(N, batch=1).requires_grad_()
-    y = module(x)[0]
-    for i in range(N):
-        (found,) = torch.autograd.grad(y[0, i].square().sum(), x, retain_graph=True)
-        assert (found[0] != 0).any(-1).equal(torch.arange(N) <= i)
-
-
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_row_above_does_not_see_the_current_row(width):
     module, x, seen = shifted(width), data(N, batch=1).requires_grad_(), {}
@@ -79,27 +60,7 @@ def test_the_row_above_does_not_see_the_current_row(width):
         assert (found[0].abs() > 1e-12).any(-1).equal(torch.arange(N) // width < i // width)
 
 
-def test_all_but_the_keys_and_values_of_columns_is_bounded():
-    module, width = shifted(5), 5
-    state, rings = module.init_state(2), 2 * 2 * (2 * 2 * width + width) * 3 * 8 + 2 * 8
-    for _ in range(3):
-        _, state = module(data(N), state)
-        assert nbytes((state.above, state.queries)) == rings
-    assert state.lines.length.tolist() == [3 * N] * 2
-    assert state.above.keys.shape[2] == 2 * width
-    assert state.queries.shape[2] == width
-
-
 class TestRecord:
-    def test_it_covers_all_earlier_pixels(self):
-        module, x, record = shifted(5), data(N), {}
-        module(x, record=record)
-        assert sorted(record) == ["mask", "matrix"]
-        assert record["mask"].expand(2, 2, N, N).equal(torch.ones(2, 2, N, N, dtype=torch.bool).tril())
-        assert (record["matrix"] != 0).equal(torch.ones(2, 2, N, N, dtype=torch.bool).tril())
-        sums = (1.0 + (torch.arange(N) >= 5)).double().expand(2, 2, N)  # the first row has nothing above it
-        close(record["matrix"].sum(-1), sums)
-
     @pytest.mark.parametrize("cut", [1, 8])
     @pytest.mark.parametrize("masked", [False, True])
     def test_with_a_state_older_pixels_are_carried(self, cut, masked):
@@ -117,16 +78,6 @@ class TestRecord:
         slots, at = torch.arange(keys), 9 + real.cumsum(1) - 1
         expected = (slots <= at[:, :, None])[:, None]
         assert record["mask"].expand_as(expected).equal(expected & (slots < after.lines.length[:, None])[:, None, None])
-
-
-def test_which_keys_it_sees_is_the_past():
-    assert shifted(5).key_pattern == patterns.causal()
-
-
-def test_there_is_no_bidirectional_form():
-    with pytest.raises(ValueError, match="kind='shifted' .*causal=True"):
-        shifted(5, causal=False)
-    assert shifted(5).directions == ("causal",)
 
 
 def test_states_of_other_kinds_are_refused():

@@ -1,12 +1,10 @@
 """Both directions of a causal mechanism: worked by hand, and equal to runs over sequences reversed one by one."""
 
-import math
-
 import pytest
 import torch
 
 import longspan
-from support.mechanisms import DIM, HEADS, B, N, fill, seeded, tokens
+from support.mechanisms import DIM, HEADS, B, N, seeded
 
 CAUSAL_ONLY = [
     "average",
@@ -21,34 +19,6 @@ CAUSAL_ONLY = [
     "rfa(gate=True)",
     "ssd(channels=5)",
 ]
-X = tokens((1,), (3,), (-4,))
-
-
-def by_hand(spec):
-    module = longspan.build(spec, 1, 1, causal=False).double()
-    for direction in filter(None, (module.forwards, module.backwards)):
-        fill(direction, gates__weight=0.0, gates__bias=[0.0, math.log(3)])  # i = 1/2, f = 3/4
-        fill(direction, feedforward__expand__weight=1.0, feedforward__expand__bias=0.0)
-        fill(direction, feedforward__contract__weight=2.0, feedforward__contract__bias=1.0)
-    return module
-
-
-def test_shared_weights_by_hand():
-    """y = x / 2 + 3/4 (2 relu(mean) + 1) from either end: means 1, 2, 0, and from the end -4, -1/2, 0."""
-    forwards, backwards = (0.5 + 2.25, 1.5 + 3.75, -2 + 0.75), (0.5 + 0.75, 1.5 + 0.75, -2 + 0.75)
-    expected = tokens(*((a + b,) for a, b in zip(forwards, backwards, strict=True)))
-    module = by_hand("bidirectional(average(inner=1), share=True)")
-    assert module.backwards is None
-    torch.testing.assert_close(module(X)[0], expected)
-
-
-def test_separate_weights_by_hand():
-    """The backward direction alone has f = 1/2."""
-    module = by_hand("bidirectional(average(inner=1))")
-    fill(module.backwards, gates__bias=0.0)
-    forwards, backwards = (0.5 + 2.25, 1.5 + 3.75, -2 + 0.75), (0.5 + 0.5, 1.5 + 0.5, -2 + 0.5)
-    expected = tokens(*((a + b,) for a, b in zip(forwards, backwards, strict=True)))
-    torch.testing.assert_close(module(X)[0], expected)
 
 
 @pytest.mark.parametrize("share", [False, True])
@@ -91,20 +61,6 @@ def test_segments_never_decrease_in_the_reversed_run():
     assert torch.equal(given[0].diff(dim=1) != 0, segments.flip(1).diff(dim=1) != 0)
 
 
-def test_every_token_reads_every_other():
-    module, x = seeded("bidirectional(gla)", causal=False)
-    x = x[:1].requires_grad_()
-    for token in (0, 5, N - 1):
-        (seen,) = torch.autograd.grad(module(x)[0][0, token].sum(), x)
-        assert (seen[0].abs().sum(-1) > 0).all()
-
-
-def test_directions_have_separate_weights_unless_shared():
-    one, other = (seeded(f"bidirectional(gla, share={share})", causal=False)[0] for share in (True, False))
-    assert 2 * sum(p.numel() for p in one.parameters()) == sum(p.numel() for p in other.parameters())
-    assert not torch.equal(other.forwards.query.weight, other.backwards.query.weight)
-
-
 @pytest.mark.parametrize(
     ("text", "spec"),
     [
@@ -142,8 +98,3 @@ def test_causal_only_mechanisms_name_the_wrapper():
         longspan.build("gla", DIM, HEADS, causal=False)
     with pytest.raises(ValueError, match="adaptive_span has no bidirectional form; it has: causal$"):
         longspan.build("adaptive_span", DIM, HEADS, causal=False)
-
-
-def test_there_is_no_causal_form():
-    with pytest.raises(ValueError, match="bidirectional has no causal form; it has: bidirectional"):
-        longspan.build("bidirectional(gla)", DIM, HEADS)

@@ -5,8 +5,6 @@ import torch
 
 import longspan
 from longspan import patterns
-from longspan.states.kv_cache import KeyValues
-from support.hand import plain, read
 from support.sparse import N, agree, build, data, pairs, past
 
 
@@ -20,12 +18,6 @@ def bigbird_set(n, b, side, g, drawn, causal):
     return seen & past(n) if causal else seen
 
 
-def test_by_hand():
-    """All keys tie: a token reads the mean of its own block of two so far, and of the first block."""
-    module = plain("bigbird(block=2, window=1, globals=1, random=0)", asking=False)
-    assert read(module, 1.0, 2.0, 4.0, 8.0, 16.0) == pytest.approx([1.0, 1.5, 7 / 3, 15 / 4, 19 / 3])
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("g", "r"), [(0, 0), (1, 0), (0, 2), (2, 1)])
 @pytest.mark.parametrize("n", [13, 53])  # below and above (5 + 2 r) b, where others fall back on full attention
@@ -35,11 +27,6 @@ def test_it_equals_the_union_of_sets(causal, g, r, n):
     atom = patterns.random(max(r, 1), 3, 5)
     drawn = [atom.draws(units, head, 2).tolist() if r else [()] * len(units) for head in range(2)]
     agree(module, data(n), torch.stack([bigbird_set(n, 5, 1, g, d, causal) for d in drawn]))
-
-
-def test_without_globals_and_random_blocks_it_keeps_a_ring():
-    assert build("bigbird(block=5, globals=0, random=0)").init_state(1).keys.shape[2] == 10
-    assert isinstance(build("bigbird(block=5, random=0)").init_state(1), KeyValues)
 
 
 @pytest.mark.parametrize("law", ["causal", "parallel_is_recurrent", "padding", "packed", "attention_matrix"])

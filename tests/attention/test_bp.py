@@ -6,14 +6,10 @@ import pytest
 import torch
 
 import longspan
-from longspan.ops.backends import backend
 from longspan.ops.softmax import tree
-from support.hand import plain, read
 from support.tensors import data, same
 
 N = 11
-MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
-SEGMENTS = torch.tensor([[0] * 6 + [1] * 5, [2] * 11])
 
 
 def build(options="k=2, levels=3", causal=True) -> Any:
@@ -45,37 +41,10 @@ def walk(i, n, k, causal):
     return nodes
 
 
-def test_by_hand():
-    """All nodes tie, and each is the mean of its tokens: the last token reads 32, 16, 4 and 8, 1 and 2."""
-    module = plain("bp(k=1)", asking=False)
-    for weight in (module.pool, module.edges):
-        torch.nn.init.zeros_(weight)
-    expected = [1.0, 1.5, 7 / 3, (8 + 4 + 1.5) / 3, (16 + 8 + 4 + 1.5) / 4, (32 + 16 + 6 + 1.5) / 4]
-    assert read(module, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("k", [1, 2, 3, 4, 5])
-def test_each_token_is_in_exactly_one_node(k, causal):
-    for n in [*range(1, 67), 127, 128, 129, 251]:
-        levels = tree.depth(n, k)
-        at, total = torch.arange(n)[None], torch.tensor([n])
-        level, index, there = tree.cover(at, total, k, levels, causal=causal)
-        assert level.shape == (1, n, 1 + k * levels * (1 if causal else 2))
-        begin, end = index << level, (index + 1 << level).clamp(max=n)
-        tokens = torch.arange(n)
-        holds = (begin[..., None] <= tokens) & (tokens < end[..., None]) & there[..., None]
-        wanted = torch.ones(n, n, dtype=torch.long)
-        assert torch.equal(holds.sum(2)[0], wanted.tril() if causal else wanted)
-        if causal:  # spans of the past end there
-            assert (end <= at[..., None])[..., 1:][there[..., 1:]].all()
-        assert levels <= max(1, (2 * n // k).bit_length()) + 1
-
-
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
 def test_nodes_are_those_of_a_walk_outward(k, causal):
-    for n in (1, 2, 7, 16, 23):
+    for n in (1, 2, 7, 16, 23, 66, 129):
         levels = tree.depth(n, k)
         level, index, there = tree.cover(torch.arange(n)[None], torch.tensor([n]), k, levels, causal=causal)
         for i in range(n):
@@ -107,54 +76,8 @@ def definition(module, x):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("options", ["k=1, levels=2", "k=2, levels=9", "k=3, levels=1"])
 def test_it_equals_the_definition(options, causal):
-    module = build(options, causal)
-    for arguments in ({}, {"mask": MASK, "segments": SEGMENTS}):
-        x = data(2, N, 6).requires_grad_()
-        real = arguments.get("mask", torch.ones_like(MASK))
-        ids = arguments.get("segments", torch.zeros_like(SEGMENTS))
-        expected = torch.zeros(2, N, 6, dtype=torch.float64)
-        for b in range(2):
-            for name in ids[b].unique():
-                own = real[b] & (ids[b] == name)
-                expected[b, own] = definition(module, x[b, own])
-        for name in ("torch", "reference"):
-            with backend(name):
-                found = module(x, **arguments)[0]
-            same(found[real], expected[real], (x, *module.parameters()))
-            assert not found[~real].any()
-
-
-@pytest.mark.parametrize("k", [1, 2, 3])
-def test_steps_and_cuts_of_a_long_sequence_agree(k):
-    module, x = build(f"k={k}"), data(1, 103, 6)
-    whole = module(x)[0]
-    with torch.no_grad():
-        for cuts in ([1] * 103, [3, 31, 1, 17, 51]):
-            state, outs = module.init_state(1), []
-            for part in x.split(cuts, 1):
-                y, state = module(part, state)
-                outs.append(y)
-            torch.testing.assert_close(torch.cat(outs, 1), whole, rtol=1e-10, atol=1e-10)
-
-
-def test_the_state_holds_the_last_whole_spans():
-    module, x = build("k=2"), data(1, 13, 6)
-    _, state = module(x, module.init_state(1))
-    assert state.keys.shape == (1, 2, tree.LEVELS, 4, 3)
-    assert longspan.states.nbytes(state) == longspan.states.nbytes(module.init_state(1))
-    v = module.value(x)[0].unflatten(-1, (2, 3)).transpose(0, 1)
-    pool = (module.key(x)[0].unflatten(-1, (2, 3)).transpose(0, 1) * module.pool[:, None]).sum(-1) * 3**-0.5
-    for level in range(3):
-        size = 1 << level
-        whole = 13 // size
-        for slot, m in enumerate(range(whole - 4, whole)):
-            if m < 0:
-                assert (state.weights[0, :, level, slot] == tree.EMPTY).all()
-                continue
-            tokens = slice(m * size, (m + 1) * size)
-            mean = (pool[:, tokens].softmax(-1)[..., None] * v[:, tokens]).sum(1)
-            torch.testing.assert_close(state.values[0, :, level, slot], mean)
-            torch.testing.assert_close(state.weights[0, :, level, slot], pool[:, tokens].logsumexp(-1))
+    module, x = build(options, causal), data(2, N, 6).requires_grad_()
+    same(module(x)[0], torch.stack([definition(module, row) for row in x]), (x, *module.parameters()))
 
 
 def test_kinds_differ_by_level_side_and_place():

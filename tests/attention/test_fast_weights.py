@@ -1,34 +1,11 @@
-"""Fast weight programmers: worked by hand, and as the paper's equations over all pairs."""
+"""Fast weight programmers as the paper's equations over all pairs."""
 
 import pytest
 import torch
 
-import longspan
 from longspan.ops.linear.features import dpfp
-from support.mechanisms import HEADS, B, N, fill, seeded, tokens
+from support.mechanisms import HEADS, B, N, fill, seeded
 from support.tensors import merge_heads, split_heads
-
-
-def bare(beta_bias):
-    module = longspan.build("fast_weights(feature_map='relu')", 2, 1).double()
-    for part in ("query", "key", "value", "out"):
-        fill(module, **{f"{part}__weight": torch.eye(2)})
-    fill(module, rate__weight=0.0, rate__bias=beta_bias)
-    return module
-
-
-def test_by_hand():
-    # beta = 1/2. W_1 = [[1/2, 0], [0, 0]]; then k = q = (1/2, 1/2) reads (1/4, 0), so the error is (3/4, 1) and
-    # W_2 = W_1 + [[3/16, 1/4], [3/16, 1/4]].
-    expected = tokens((0.5, 0), (7 / 16, 1 / 4))
-    torch.testing.assert_close(bare(0.0)(tokens((1, 0), (1, 1)))[0], expected)
-
-
-def test_with_a_step_size_of_one_a_key_returns_its_last_value():
-    module = bare(50.0)
-    y, state = module(tokens((3, 0), (0, 5), (7, 0)), module.init_state(1))
-    torch.testing.assert_close(y, tokens((3, 0), (0, 5), (7, 0)))
-    torch.testing.assert_close(state.weights[0, 0], tokens((7, 0), (0, 5))[0])
 
 
 def test_is_the_loop_of_the_paper():

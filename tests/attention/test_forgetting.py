@@ -1,4 +1,4 @@
-"""The forgetting transformer by hand, against its definition, and what its kernels leave out."""
+"""The forgetting transformer against its definition, and what its kernels leave out."""
 
 import math
 
@@ -8,7 +8,6 @@ import torch
 from longspan import backend
 from longspan.ops.native.call import available
 from longspan.ops.softmax import forgetting
-from support.hand import plain, read
 from support.sparse import build
 from support.sparse import data as tokens
 from support.tensors import close, data, same
@@ -26,16 +25,6 @@ def definition(q, k, v, log_gates):
         logits = (q[:, :, i, None] * k[:, :, : i + 1]).sum(-1) * q.shape[-1] ** -0.5 + fall
         rows.append((logits.softmax(-1)[..., None] * v[:, :, : i + 1]).sum(2))
     return torch.stack(rows, 2)
-
-
-def test_by_hand():
-    """Queries are 0 and all gates 1/2, so the weights of tokens halve with every step back."""
-    module = plain("forgetting", asking=False)
-    for weight in module.forget.parameters():
-        torch.nn.init.zeros_(weight)
-    assert read(module, 7.0, 4.0, 14.0) == pytest.approx([7.0, 5.0, (7 / 4 + 4 / 2 + 14) / (7 / 4)])
-    torch.nn.init.constant_(module.forget.bias, -math.log(3))  # 1/4
-    assert read(module, 7.0, 4.0, 14.0)[1] == pytest.approx((7 / 4 + 4) / (5 / 4))
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import longspan
-from support.hand import plain, read
 from support.tensors import data
 
 N = 11
@@ -15,18 +14,6 @@ N = 11
 def build(kind, causal=True):
     torch.manual_seed(0)
     return longspan.build(f"gaussian(kind={kind!r})", 6, 3, causal=causal).double()
-
-
-def test_by_hand():
-    """All keys tie but for the bells: fixed, of 2^-(distance^2); learned, around 1 with a deviation of 1/2."""
-    fixed, learned = (plain(f"gaussian(kind={kind!r})", asking=False) for kind in ("fixed", "learned"))
-    with torch.no_grad():
-        fixed.w.fill_(math.log(2))
-        fixed.b.zero_()
-    assert read(fixed, 1.0, 2.0, 4.0) == pytest.approx([1.0, 2.5 / 1.5, (1 / 16 + 1 + 4) / (1 / 16 + 1 / 2 + 1)])
-    # The second token sees two; sigmoid(0) of two is 1, the place as well as twice the deviation.
-    far = math.exp(-2)
-    assert read(learned, 1.0, 2.0) == pytest.approx([1.0, (far + 2) / (far + 1)])
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -47,11 +34,3 @@ def test_a_narrow_bell_reads_the_value_where_it_stands(causal):
     for part in (module.query, module.width):
         (found,) = torch.autograd.grad(module(x)[0].sum(), part.weight)
         assert found.isfinite().all()
-
-
-def test_a_causal_window_does_not_know_the_length():
-    """Published places are a share of the whole length; here it is of what the token sees."""
-    module, both, x = build("learned"), build("learned", causal=False), data(2, N, 6)
-    torch.testing.assert_close(module(x[:, :7])[0], module(x)[0][:, :7], rtol=1e-10, atol=1e-10)
-    # The last token sees everything in both forms.
-    torch.testing.assert_close(module(x)[0][:, -1], both(x)[0][:, -1], rtol=1e-10, atol=1e-10)

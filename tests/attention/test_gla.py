@@ -1,25 +1,11 @@
-"""Gated linear attention: worked by hand, and as the paper's equations over all pairs."""
-
-import math
+"""Gated linear attention as the paper's equations over all pairs."""
 
 import torch
 import torch.nn.functional as F
 
 import longspan
-from support.mechanisms import HEADS, B, Bare, N, fill, seeded, tokens
+from support.mechanisms import HEADS, B, N, fill, seeded
 from support.tensors import merge_heads, split_heads
-
-
-def test_by_hand():
-    module = longspan.build("gla(rank=1, temperature=1.0, expand_k=1.0)", 2, 1).double()
-    for part in ("query", "key", "value", "out"):
-        fill(module, **{f"{part}__weight": torch.eye(2)})
-    # alpha = sigmoid(0) = 1/2 in the first channel, sigmoid(log 3) = 3/4 in the second.
-    fill(module, decay__0__weight=0.0, decay__1__bias=[0.0, math.log(3)])
-    module.norm = Bare()
-    # S_1 = [[1, 1], [1, 1]], S_2 = [[1/2, 1/2], [3/4, 3/4]] + [[1, 2], [2, 4]].
-    expected = tokens((2, 2), (1.5 + 5.5, 2.5 + 9.5)) / math.sqrt(2)
-    torch.testing.assert_close(module(tokens((1, 1), (1, 2)))[0], expected)
 
 
 def test_is_the_matrix_of_all_pairs():

@@ -1,36 +1,10 @@
-"""Gated slot attention, worked by hand, and slots against their definition in float64."""
-
-import math
+"""Gated slot attention: slots against their definition in float64."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from longspan.ops.gated import slots
-from support.hand import plain
-from support.mechanisms import fill, tokens
-
-S = 1 / (1 + math.exp(-1.0))  # silu(1): what every projected one becomes
-
-
-def silu(x):
-    return x / (1 + math.exp(-x))
-
-
-def test_by_hand():
-    module = plain("gsa(slots=2, temperature=1.0)", 2)
-    # alpha = (1/2, 3/4) for both tokens, as sigmoid(log 3) = 3/4.
-    fill(module, decay__weight=[[0.0, 0.0], [math.log(3), math.log(3)]])
-    # K_1 = V_1 = [[s/2, 0], [s/4, 0]], K_2 = V_2 = [[s/4, s/2], [3 s/16, s/4]], and both queries score s^2/2 and s^2/4.
-    p = 1 / (1 + math.exp(-(S**2) / 4))
-    first = S * p / 2 + S * (1 - p) / 4
-    o = [(first, 0.0), (S * p / 4 + 3 * S * (1 - p) / 16, first)]
-    expected = []
-    for row in o:
-        a, b = map(silu, row)
-        root = math.sqrt((a * a + b * b) / 2 + 1e-5)
-        expected.append((a / root, b / root))
-    torch.testing.assert_close(module(tokens((1, 0), (0, 1)))[0], tokens(*expected))
 
 
 def definition(q, k, v, write, log_decay, scale, keys, values):

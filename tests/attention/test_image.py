@@ -3,7 +3,6 @@
 import pytest
 
 from longspan import patterns
-from support.hand import plain, read
 from support.sparse import N, agree, build, data, pairs, past
 
 SHAPE, BLOCK, MEMORY = (6, 12), (2, 3), (3, 2)  # pixels of an image, of a block, and seen around one
@@ -19,12 +18,6 @@ def rectangle(i, j):
 
 
 spec = f"image(kind='2d', block={BLOCK}, memory={MEMORY}, width={SHAPE[1]})"
-
-
-def test_by_hand():
-    """All keys tie: a token reads the mean of its block of two so far, and of the one token before the block."""
-    module = plain("image(block=2, memory=1)", asking=False)
-    assert read(module, 1.0, 2.0, 4.0, 8.0, 16.0) == pytest.approx([1.0, 1.5, 3.0, 14 / 3, 12.0])
 
 
 @pytest.mark.parametrize(("block", "memory"), [(5, 3), (4, 4), (3, 0), (7, 11)])

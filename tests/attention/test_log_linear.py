@@ -1,29 +1,10 @@
-"""Log-linear attention on the gates of Mamba-2: worked by hand, and as the sum over pairs."""
-
-import math
+"""Log-linear attention on the gates of Mamba-2 as the sum over pairs."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-import longspan
-from support.mechanisms import N, fill, seeded, tokens
-
-
-def test_by_hand():
-    module = longspan.build("log_linear(levels=3, channels=1, expand_v=1.0, convolution=0)", 1, 1).double()
-    for part in ("query", "key", "value", "out", "out_gate"):
-        fill(module, **{f"{part}__weight": 1.0})
-    # dt = 1 and e^(dt A) = e^-2 for every token, D = 3; the weights of the levels are softplus(log(e^l - 1)) = l for
-    # an input of 1, l = 1, 2, 3.
-    fill(module, dt__weight=0.0, dt_bias=math.log(math.e - 1), a_log=math.log(2), skip=3.0)
-    fill(module, level__weight=torch.tensor([[math.log(math.e**n - 1)] for n in (1, 2, 3)]))
-    s, a = float(F.silu(torch.tensor(1.0, dtype=torch.float64))), math.exp(-2)
-    # Pairs (t, j): (0, 0), (1, 1), (2, 2) have level 0; (1, 0) level 1; (2, 0), (2, 1) level 2.
-    o = [s**3, s**3 * (1 + 2 * a), s**3 * (1 + 3 * a + 3 * a**2)]
-    gated = [(n + 3 * s) * s for n in o]
-    expected = tokens(*((g / math.sqrt(g * g + 1e-5),) for g in gated))
-    torch.testing.assert_close(module(tokens((1,), (1,), (1,)))[0], expected)
+from support.mechanisms import N, fill, seeded
 
 
 @pytest.mark.whole

@@ -1,24 +1,10 @@
-"""Longhorn, worked by hand, and against its recurrence number by number."""
+"""Longhorn against its recurrence number by number."""
 
 import torch
 import torch.nn.functional as F
 
 import longspan
-from support.mechanisms import fill, tokens
-
-
-def test_by_hand():
-    module = longspan.build("longhorn(channels=1, expand=1.0, convolution=0)", 1, 1).double()
-    fill(module, input__weight=1.0, gate__weight=1.0, query__weight=1.0, key__weight=2.0, out__weight=1.0, skip=3.0)
-    # beta = 1/2, k = 2 s for s = silu(1), so Delta = 1 / (2 + 4 s^2), and 1 - Delta k^2 = 2 Delta.
-    fill(module, rate__weight=0.0, rate__bias=0.0)
-    s = float(F.silu(torch.tensor(1.0, dtype=torch.float64)))
-    delta = 0.5 / (1 + 0.5 * 4 * s * s)
-    state, expected = 0.0, []
-    for _ in range(2):
-        state = (1 - delta * 4 * s * s) * state + delta * s * 2 * s
-        expected.append(((state * s + 3 * s) * s,))
-    torch.testing.assert_close(module(tokens((1,), (1,)))[0], tokens(*expected))
+from support.mechanisms import fill
 
 
 def test_equals_its_recurrence():

@@ -9,13 +9,11 @@ import torch.nn.functional as F
 
 import longspan
 from longspan.attention.luna import softplus
-from longspan.models.config import StackConfig
 from longspan.ops.softmax import dense
 from longspan.ops.tensors import merge, split
 from support.tensors import close, data, same
 
 N = 11
-MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 10])
 SEGMENTS = torch.tensor([[0] * 4 + [3] * 5 + [7] * 2, [1] * 11])
 
 
@@ -59,30 +57,6 @@ class TestCausal:
         assert record["mask"].expand(2, 1, N, N).equal(torch.ones(2, 1, N, N, dtype=torch.bool).tril())
         same(found, expected, (x, *module.parameters()))
 
-    def test_steps_are_the_whole(self):
-        module, x = build(), data(2, N, 6)
-        state, outputs = module.init_state(2), []
-        for token in x.split(1, 1):
-            y, state = module(token, state)
-            outputs.append(y)
-        close(torch.cat(outputs, 1), causal_definition(module, x)[0])
-        assert state.count.tolist() == [N, N]
-        assert [tuple(t.shape) for t in state] == [(2, 2, 3, 4), (2, 2, 4, 3), (2,)]
-
-    def test_the_first_token_by_hand(self):
-        """t = 1: u is the softmax of q.k a / sqrt D, and the output u.a times the value."""
-        module, x = build("slots=2"), data(1, 1, 6)
-        with torch.no_grad():
-            module.pack_query.weight.zero_()
-            module.pack_query.bias.zero_()
-        # Scores of 0 for all slots: omega(0) = 1 in each, u is 1/2 in each, and the token reads its value.
-        close(module(x)[0], module.out(module.value(x)))
-
-    def test_weights_do_not_sum_to_one(self):
-        record = {}
-        build()(data(2, N, 6), record=record)
-        assert (record["matrix"].sum(-1) - 1).abs().max() > 1e-2
-
     def test_it_returns_its_carry(self):
         module, x, carry = build(), data(2, N, 6), data(2, 4, 6, seed=1)
         y, _, handed = module(x, carry=carry)
@@ -107,12 +81,8 @@ class TestBidirectional:
         y, _, handed = module(x, carry=carry)
         close([y, handed], [*definition(module, x, (module.memory + carry).expand(2, -1, -1))])
 
-    def test_padding_and_packing_equal_separate_rows(self):
+    def test_packed_rows_hand_on_the_slots_of_separate_rows(self):
         module, x = build(causal=False), data(2, N, 6)
-        y, _, handed = module(x, mask=MASK, carry=module.init_carry(x, MASK))
-        for row in range(2):
-            alone = definition(module, x[row : row + 1, MASK[row]], module.memory[None])
-            close([y[row, MASK[row]], handed[row]], [t[0] for t in alone])
         # Four packed sequences, each with separate slots, in the same order for the next layer.
         carry = module.init_carry(x, None)
         for _ in range(2):
@@ -124,27 +94,6 @@ class TestBidirectional:
                 alone = definition(module, x[row : row + 1, part], p)
                 close([y[row, part], handed[number]], [t[0] for t in alone])
             carry = handed
-
-    def test_a_stack_hands_its_slots_on(self):
-        torch.manual_seed(0)
-        config = StackConfig(dim=6, depth=3, heads=2, feedforward=8, attention="luna(slots=4)")
-        stack, x = longspan.Stack(config, causal=False).double(), data(2, N, 6)
-        seen = []
-        for attention in stack.attentions():
-            attention.register_forward_hook(lambda _m, _i, out: seen.append(out[2]))
-        y = stack(x)[0]
-        assert [tuple(t.shape) for t in seen] == [(2, 4, 6)] * 3
-        assert (seen[0] - seen[1]).abs().max() > 1e-3
-        y.square().sum().backward()
-        assert all(p.grad is not None for p in stack.parameters())
-        # The slots of the first layer reach the output by way of the second one's packing, too.
-        packed = stack(x, segments=SEGMENTS)[0]
-        close(packed[:1, 4:9], stack(x[:1, 4:9])[0])
-
-    def test_there_is_no_record(self):
-        """Between both attentions W_k mixes heads, so no matrix per head and pair of tokens describes the output."""
-        with pytest.raises(ValueError, match="luna does not support record="):
-            build(causal=False)(data(1, 3, 6), record={})
 
 
 class TestContext:

@@ -1,26 +1,11 @@
-"""Mamba: worked by hand, and as the equations of the paper."""
-
-import math
+"""Mamba as the equations of the paper."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import longspan
-from support.mechanisms import DIM, N, fill, seeded, tokens
-
-
-def test_by_hand():
-    module = longspan.build("mamba(expand=1, state_dim=1, conv=2)", 1, 1).double()
-    for part in ("input", "gate", "select", "out"):
-        fill(module, **{f"{part}__weight": 1.0})
-    # The convolution copies its input; dt = softplus(log(e - 1)) = 1 and e^(dt A) = e^-2 for every token; D = 3.
-    fill(module, mix__weight=torch.tensor([0.0, 1.0]), shift=0.0)
-    fill(module, dt__weight=0.0, dt_bias=math.log(math.e - 1), a_log=math.log(2), skip=3.0)
-    s, t = (float(F.silu(torch.tensor(n, dtype=torch.float64))) for n in (1.0, 2.0))
-    # u = s, t, which are also B and C, and the gates.
-    o = [s**3 + 3 * s, (math.exp(-2) * s**2 + t**2) * t + 3 * t]
-    torch.testing.assert_close(module(tokens((1,), (2,)))[0], tokens((o[0] * s,), (o[1] * t,)))
+from support.mechanisms import DIM, N, fill, seeded
 
 
 @pytest.mark.parametrize("spec", ["mamba(state_dim=5, dt_rank=3)", "mamba(expand=3, state_dim=2, conv=3)"])

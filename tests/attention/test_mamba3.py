@@ -1,4 +1,4 @@
-"""Mamba-3: worked by hand, and as its recurrence token by token."""
+"""Mamba-3 as its recurrence token by token."""
 
 import math
 
@@ -7,25 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import longspan
-from support.mechanisms import DIM, B, N, fill, seeded, tokens
+from support.mechanisms import DIM, B, N, fill, seeded
 from support.tensors import merge_heads
-
-
-def test_by_hand():
-    module = longspan.build("mamba3(channels=2, rotation=1.0, expand_v=1.0)", 1, 1).double()
-    for part in ("value", "out", "out_gate"):
-        fill(module, **{f"{part}__weight": 1.0})
-    # Keys and queries are their biases, (1, 0). dt = softplus(log(e - 1)) = 1, lambda = 1/2, and every token turns by
-    # pi tanh(w x). A = -softplus(0), so that a = 1/2; D = 3.
-    fill(module, key__weight=0.0, query__weight=0.0, key_bias=torch.tensor([[1.0, 0.0]]))
-    fill(module, query_bias=torch.tensor([[1.0, 0.0]]), dt__weight=0.0, dt_bias=math.log(math.e - 1))
-    fill(module, decay__weight=0.0, blend__weight=0.0, angle__weight=0.5, skip=3.0)
-    y, _ = module(tokens((1,), (2,)))
-    # S_2 = S_1 / 2 + (1/2) (1/2) k_1 u_1 + (1/2) k_2 u_2 with S_1 = (1/2) k_1 u_1; k_1 . q_2 is the cosine of the turn.
-    turn = math.cos(math.pi * math.tanh(1))
-    o = [0.5 * 1 + 3 * 1, (0.25 + 0.25) * turn * 1 + 0.5 * 2 + 3 * 2]
-    gate = [float(F.silu(torch.tensor(n))) for n in (1.0, 2.0)]
-    torch.testing.assert_close(y, tokens((o[0] * gate[0],), (o[1] * gate[1],)), rtol=1e-6, atol=0)
 
 
 def recurrence(module, x):

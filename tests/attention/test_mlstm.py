@@ -1,4 +1,4 @@
-"""mLSTM: worked by hand, as the equations of the paper, and at the limits of its exponential gates."""
+"""mLSTM as the equations of the paper, and at the limits of its exponential gates."""
 
 import math
 
@@ -7,21 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import longspan
-from support.mechanisms import DIM, HEADS, B, N, fill, seeded, tokens
+from support.mechanisms import DIM, HEADS, B, N, fill, seeded
 from support.tensors import merge_heads, split_heads
-
-
-def test_by_hand():
-    module = longspan.build("mlstm(norm='none')", 1, 1).double()
-    for part in ("query", "key", "value", "out"):
-        fill(module, **{f"{part}__weight": 1.0})
-    # The input gates are 1, the forget gates and the output gates 1/2.
-    fill(module, out_gate__weight=0.0, write__weight=0.0, write__bias=0.0, forget__weight=0.0, forget__bias=0.0)
-    # C = 1/4, 1/8 + 1 = 9/8, 9/16 + 4 = 73/16; n = 1/2, 1/4 + 1 = 5/4, 5/8 + 2 = 21/8.
-    # n q = 1/4, which counts as 1; 5/4; 21/4.
-    h = [(1 / 4) * (1 / 2), (9 / 8) / (5 / 4), (73 / 16) * 2 / (21 / 4)]
-    y, _ = module(tokens((0.5,), (1,), (2,)))
-    torch.testing.assert_close(y, tokens(*((n / 2,) for n in h)), rtol=1e-5, atol=0)
 
 
 def recurrence(module, x):
@@ -88,17 +75,6 @@ def test_closed_input_gates_keep_the_gradient_of_the_forget_gates():
     (got,) = torch.autograd.grad(module(x)[0][:, -1].square().sum(), module.forget.bias)
     (expected,) = torch.autograd.grad(recurrence(module, x)[:, -1].square().sum(), module.forget.bias)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=0)
-
-
-def test_the_running_maximum_begins_anew_in_each_segment():
-    module, x = seeded("mlstm")
-    fill(module, write__weight=20 * module.write.weight)
-    segments = torch.tensor([[0] * 5 + [2] * 3 + [7] * 5, [1] * 12 + [2]])
-    y, state = module(x, module.init_state(B), segments=segments)
-    last, alone = module(x[:1, 8:], module.init_state(1))
-    torch.testing.assert_close(y[:1, 8:], last)
-    torch.testing.assert_close(state.peak[:1], alone.peak)
-    torch.testing.assert_close(state.sums[:1], alone.sums)
 
 
 def test_long_rows_lose_no_precision():

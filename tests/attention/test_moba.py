@@ -1,9 +1,9 @@
-"""Mixture of block attention by hand, against a loop over queries, and against flash-linear-attention's definition."""
+"""Mixture of block attention against a loop over queries, and against flash-linear-attention's definition."""
 
 import pytest
 import torch
 
-from support.sparse import build, by_hand, data
+from support.sparse import build, data
 from support.tensors import same
 
 N = 29
@@ -17,15 +17,6 @@ def choice(q, k, block, top):
         fits = [(-float(query @ k[u * block : (u + 1) * block].mean(0)), u) for u in range(own)]
         found.append({own, *(u for _, u in sorted(fits)[: top - 1])})
     return found
-
-
-def test_by_hand():
-    """All queries are 1. Blocks (1,3) and (8,0) have the mean keys 2 and 4, so token 4 takes the second."""
-    parts = {"query": (0, 1), "key": (1, 0), "value": (1, 0), "out": (1, 0)}
-    y = by_hand("moba(block=2, top=2)", [1.0, 3.0, 8.0, 0.0, -2.0, 1.0], **parts)
-    for token, keys in ((0, [1.0]), (2, [1.0, 3.0, 8.0]), (4, [8.0, 0.0, -2.0]), (5, [8.0, 0.0, -2.0, 1.0])):
-        read = torch.tensor(keys, dtype=torch.float64)
-        assert y[token] == pytest.approx(float(read.softmax(0) @ read))
 
 
 @pytest.mark.parametrize(("block", "top", "groups"), [(4, 3, 2), (5, 2, 1), (3, 4, 2), (1, 2, 2)])
@@ -58,12 +49,3 @@ def test_equal_means_take_the_first_blocks():
         torch.testing.assert_close(module(x[:, :n])[0], y[:, :n], rtol=0, atol=1e-14)
     v = module.value(x)
     torch.testing.assert_close(y[:, 27], module.out((v[:, :2].sum(1) + v[:, 26:28].sum(1)) / 4))
-
-
-def test_the_state_counts_blocks():
-    module, x = build("moba(block=4, top=2)"), data(N)
-    _, state = module(x[:, :10], module.init_state(2, capacity=32))
-    assert state.sums.length.tolist() == [3, 3]
-    keys = module.key(x[:, :10]).unflatten(-1, (2, 3)).transpose(1, 2)
-    torch.testing.assert_close(state.sums.keys[:, :, 1], keys[:, :, 4:8].sum(2))
-    torch.testing.assert_close(state.sums.keys[:, :, 2], keys[:, :, 8:].sum(2))

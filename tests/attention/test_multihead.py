@@ -11,6 +11,7 @@ from torch import nn
 
 import longspan
 from longspan import MultiheadAttention
+from longspan.testing.pairs import all_pairs
 
 E, H, B, N = 12, 3, 2, 7
 FUTURE = torch.ones(N, N, dtype=torch.bool).triu(1)
@@ -63,10 +64,12 @@ def of_pairs(kind):
     }[kind]
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-@pytest.mark.parametrize("padded", [True, False])
-@pytest.mark.parametrize("kind", ["none", "causal", "hint", "floats", "pairs", "heads", "nothing"])
-def test_softmax_equals_torch(kind, padded, batch_first):
+KINDS = ("none", "causal", "hint", "floats", "pairs", "heads", "nothing")
+
+
+@pytest.mark.parametrize("row", all_pairs(kind=KINDS, padded=(True, False), batch_first=(True, False)), ids=str)
+def test_softmax_equals_torch(row):
+    kind, padded, batch_first = row.values()
     theirs, ours = both(batch_first=batch_first)
     arguments = of_pairs(kind)
     if padded:
@@ -315,6 +318,7 @@ def test_bad_options_are_refused(options, message):
 
 
 BIAS = torch.zeros(N, N).index_put((torch.tensor(2), torch.tensor(1)), torch.tensor(0.5))
+X = randn(B, N, E, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -345,29 +349,22 @@ BIAS = torch.zeros(N, N).index_put((torch.tensor(2), torch.tensor(1)), torch.ten
             {"is_causal": True},
             "has no causal form; call without is_causal",
         ),
+        (
+            "local(window=3)",
+            {"key": X.clone(), "need_weights": False},
+            "query, key and value must be the same tensor: local has no bidirectional cross attention",
+        ),
+        (
+            "linear",
+            {"key": X.clone(), "need_weights": False, "is_causal": True},
+            "query, key and value must be the same tensor: linear has no causal cross attention",
+        ),
     ],
 )
 def test_unsupported_calls_are_refused(spec, arguments, message):
-    module, x = MultiheadAttention(E, H, batch_first=True, attention=spec), randn(B, N, E, dtype=torch.float32)
+    module = MultiheadAttention(E, H, batch_first=True, attention=spec)
     with pytest.raises(ValueError, match=re.escape(message)):
-        module(x, x, x, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("spec", "causal", "message"),
-    [
-        (
-            "local(window=3)",
-            False,
-            "query, key and value must be the same tensor: local has no bidirectional cross attention",
-        ),
-        ("linear", True, "query, key and value must be the same tensor: linear has no causal cross attention"),
-    ],
-)
-def test_different_tensors_are_refused_where_one_is_needed(spec, causal, message):
-    module, x = MultiheadAttention(E, H, batch_first=True, attention=spec), randn(B, N, E, dtype=torch.float32)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        module(x, x.clone(), x, need_weights=False, is_causal=causal)
+        module(**({"query": X, "key": X, "value": X} | arguments))
 
 
 @pytest.mark.parametrize(

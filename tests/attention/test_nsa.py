@@ -1,9 +1,8 @@
-"""Native sparse attention by hand, against loops over queries, and the choice that heads share."""
+"""Native sparse attention against loops over queries, and the choice that heads share."""
 
 import pytest
 import torch
 
-from support.hand import plain, read
 from support.sparse import build, data
 from support.tensors import same
 
@@ -46,16 +45,3 @@ def test_it_is_three_branches_with_gates(groups):
         rows.append((torch.cat(heads) * gates[b][..., None, :]).sum(-1))
     expected = module.out(torch.stack(rows).transpose(1, 2).flatten(-2))
     same(module(x)[0], expected, (x, *module.parameters()))
-
-
-def test_by_hand():
-    """Queries are 0 and gates 1/2.
-
-    Token 3 ends the second block of 2: it reads the mean of both blocks, all tokens of its blocks, which are all there
-    are, and the last two.
-    """
-    module = plain("nsa(block=2, top=3, window=2)", asking=False)
-    torch.nn.init.zeros_(module.gate.weight)
-    y = read(module, 4.0, 8.0, 2.0, 6.0)
-    # Token 0 sees no whole block.
-    assert y == pytest.approx([(0 + 4 + 4) / 2, (6 + 6 + 6) / 2, (6 + 14 / 3 + 5) / 2, (5 + 5 + 4) / 2])

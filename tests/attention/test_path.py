@@ -1,11 +1,10 @@
-"""PaTH attention by hand and against products of its maps."""
+"""PaTH attention against products of its maps."""
 
 import pytest
 import torch
 
 from longspan import backend
 from longspan.ops.softmax import path
-from support.hand import numbers, plain
 from support.tensors import close, data, same
 
 
@@ -30,24 +29,6 @@ def operands(n=23, heads=2, groups=1, dim=3):
     q, k, v = data(2, heads, n, dim), data(2, groups, n, dim, seed=1), data(2, groups, n, 4, seed=2)
     w = torch.nn.functional.normalize(data(2, groups, n, dim, seed=3), dim=-1)
     return [t.requires_grad_() for t in (q, k, v, w, 2 * data(2, groups, n, seed=4).sigmoid())]
-
-
-def test_by_hand():
-    """Tokens (1,0), (0,1), (2,0) are queries, keys, values and directions, with beta 1.
-
-    The second removes nothing of the first key. The third removes all of it, reads the first two tokens alike, and
-    itself e^(4/sqrt 2) times as much.
-    """
-    module = plain("path(rank=0, convolution=0)", 2)
-    with torch.no_grad():
-        module.direction[0].weight.copy_(torch.eye(2))
-        module.rate.weight.zero_()
-        module.rate.bias.zero_()
-    y = module(numbers([1.0, 0.0], [0.0, 1.0], [2.0, 0.0]))[0][0]
-    e = torch.tensor(1 / 2**0.5, dtype=torch.float64).exp()
-    close(y[1], torch.stack([1 / (1 + e), e / (1 + e)]), 1e-6)
-    own = torch.tensor(4 / 2**0.5, dtype=torch.float64).exp()
-    close(y[2], torch.stack([(1 + 2 * own) / (2 + own), 1 / (2 + own)]), 1e-5)
 
 
 @pytest.mark.parametrize("groups", [1, 2])

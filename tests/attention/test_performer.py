@@ -19,15 +19,6 @@ def make(spec, dim=8, heads=2, *, seed=0, **place):
     return longspan.build(spec, dim, heads, **place).double().eval()
 
 
-def identity(spec, dim=1):
-    """One head whose projections change nothing."""
-    module = make(spec, dim, 1)
-    for part in (module.query, module.key, module.value, module.out):
-        torch.nn.init.eye_(part.weight)
-        torch.nn.init.zeros_(part.bias)
-    return module
-
-
 def dense(module, x):
     """Causal attention by all pairs, from features that are not shifted."""
     q, k, v = (
@@ -39,16 +30,6 @@ def dense(module, x):
     weights = rf.estimate(q * scale, k * scale, module.projection, functions[module.map]).tril()
     o = weights / weights.sum(-1, keepdim=True) @ v
     return module.out(o.transpose(1, 2).flatten(-2))
-
-
-def test_by_hand():
-    """One row w = 2: a key k weighs e^(2k - k^2/2), whatever the query, so 1 for 0, e^1.5 for 1 and e^-2.5 for -1."""
-    module = identity("performer(features=1)")
-    module.projection.fill_(2.0)
-    x = torch.tensor([[[0.0], [1.0], [-1.0]]]).double()
-    a, b = torch.tensor([1.5, -2.5]).double().exp()
-    expected = torch.stack([0 * a, a / (1 + a), (a - b) / (1 + a + b)])
-    torch.testing.assert_close(module(x)[0][0, :, 0], expected)
 
 
 @pytest.mark.parametrize("name", MAPS)
@@ -91,41 +72,6 @@ class TestShift:
         row = testing.check(law, self.spec)
         assert row.status == "passed", row.note
 
-    @pytest.mark.parametrize("law", ["causal", "beginning", "parallel_is_recurrent"])
-    def test_a_maximum_over_later_keys_is_caught(self, law, monkeypatch):
-        monkeypatch.setattr(stabilized, "_running", lambda own, segments: own.amax(-1, keepdim=True).expand_as(own))
-        assert testing.check(law, self.spec).status == "failed"
-
-    def test_a_decay_that_is_forgotten_is_caught(self, monkeypatch):
-        monkeypatch.setattr(stabilized, "_drop", lambda before, after: torch.zeros_like(after))
-        assert testing.check("attention_matrix", "performer").status == "failed"
-
-    def test_a_maximum_that_masked_tokens_move_is_caught(self, monkeypatch):
-        x, v, mask = data(1, 1, 6, 4), data(1, 1, 6, 3), torch.arange(6)[None] != 2
-        x[:, :, 2] *= 30  # a large key has large features, which make eps visible
-        rows = rf.projections(1, 7, 4, seed=0).double()
-
-        def attend(x, v, mask=None):
-            parts = rf.exponential(x, rows)
-            return stabilized.attend(parts, parts, v, causal=True, eps=0.3, mask=mask)[0]
-
-        alone = attend(x[:, :, mask[0]], v[:, :, mask[0]])
-        torch.testing.assert_close(attend(x, v, mask)[:, :, mask[0]], alone, rtol=0, atol=1e-12)
-        original = stabilized.shifts
-        monkeypatch.setattr(stabilized, "shifts", lambda k, *, mask, **rest: original(k, mask=None, **rest))
-        assert (attend(x, v, mask)[:, :, mask[0]] - alone).abs().max() > 1e-3
-
-    def test_a_maximum_that_crosses_borders_is_caught(self, monkeypatch):
-        monkeypatch.setattr(stabilized, "_running", lambda own, segments: own.cummax(-1).values)
-        assert testing.check("packed", self.spec).status == "failed"
-
-    def test_segments_have_separate_maxima(self):
-        own, segments = data(2, 3, 41), torch.tensor([[0] * 11 + [1] + [4] * 29, [0] * 41])
-        found = stabilized._running(own, segments)
-        for part in (slice(0, 11), slice(11, 12), slice(12, 41)):
-            assert torch.equal(found[:1, :, part], own[:1, :, part].cummax(-1).values)
-        assert torch.equal(found[1], own[1].cummax(-1).values)
-
     # Trigonometric estimates are differences, so float32 leaves them fewer digits.
     @pytest.mark.parametrize(
         ("name", "scale", "tolerance"), [("positive", 3, 1e-3), ("exp", 8, 1e-3), ("trigonometric", 3, 1e-2)]
@@ -160,23 +106,12 @@ class TestShift:
 @pytest.mark.parametrize(
     "spec", ["performer(features=9)", "performer(map='relu')", "fourier(features=50)", "polynomial"]
 )
-@pytest.mark.parametrize("arguments", [{}, {"segments": torch.tensor([[3] * 4 + [5] * 3, [1] * 7])}])
-def test_the_recorded_matrix_includes_the_sums_of_the_state(spec, arguments):
-    module, x = make(spec), data(2, 12, 8)
+def test_the_recorded_matrix_includes_the_sums_of_the_state(spec):
+    module, x, record, whole = make(spec), data(2, 12, 8), {}, {}
     _, state = module(x[:, :5], module.init_state(2))
-    seen = []
-    module.out.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0]))
-    record = {}
-    module(x[:, 5:], state, record=record, **arguments)
-    first = torch.ones(7, dtype=torch.bool) if not arguments else arguments["segments"][0] == 3
-    whole = {}
+    module(x[:, 5:], state, record=record)
     module(x, record=whole)
-    torch.testing.assert_close(record["matrix"][1], whole["matrix"][1, :, 5:, 5:])
-    torch.testing.assert_close(record["matrix"][:1, :, first], whole["matrix"][:1, :, 5:][:, :, first][..., 5:].clone())
-    if arguments:
-        alone = {}
-        module(x[:, 9:], record=alone)
-        torch.testing.assert_close(record["matrix"][0, :, 4:, 4:], alone["matrix"][0])
+    torch.testing.assert_close(record["matrix"], whole["matrix"][:, :, 5:, 5:])
 
 
 @pytest.mark.parametrize("spec", ["performer", "fourier", "polynomial"])
@@ -212,6 +147,6 @@ def test_features_are_counted_in_rows():
     assert sizes == {"positive": 5, "hyperbolic": 10, "trigonometric": 10, "exp": 5, "relu": 5}
 
 
-def test_a_denominator_of_zero_counts_as_positive():
-    found = torch.tensor([[3.0, 0.0], [3.0, -0.5], [3.0, 0.5]], dtype=torch.float64)
-    torch.testing.assert_close(stabilized.divide(found, 0.25)[:, 0], torch.tensor([12.0, -6.0, 6.0]).double())
+def test_small_denominators_keep_their_sign_and_zero_counts_as_positive():
+    found = stabilized.divide(torch.tensor([[3.0, -2.0], [3.0, -0.1], [3.0, 0.0], [3.0, 0.1], [3.0, 2.0]]), 0.5)
+    assert found[:, 0].tolist() == [-1.5, -6.0, 6.0, 6.0, 1.5]

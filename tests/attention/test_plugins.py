@@ -129,12 +129,6 @@ def test_a_broken_package_is_a_warning_that_names_it(announced, text, reason):
     assert "linear" in longspan.list_mechanisms()
 
 
-def test_a_package_may_look_up_names_while_it_is_imported(announced):
-    announced("foreign_module", "import longspan\nknown = longspan.list_mechanisms()\n" + MODULE.format(name="foreign"))
-    assert "foreign" in longspan.list_mechanisms()
-    assert "foreign" not in sys.modules["foreign_module"].known
-
-
 @pytest.mark.full
 def test_importing_longspan_imports_no_other_package(announced, folder):
     announced("foreign_module", "print('imported')\n" + MODULE.format(name="foreign"))

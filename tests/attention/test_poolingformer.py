@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-import longspan
 from longspan.ops.compress import pool
-from support.sparse import build, by_hand, data, heads_of, pairs, past, softmax
+from longspan.testing.pairs import all_pairs
+from support.sparse import build, data, heads_of, pairs, past, softmax
 from support.tensors import same
 
 N = 23
@@ -61,65 +61,19 @@ def definition(module, x):
     return module.out((y + softmax(torch.tensor(seen), q, k, v)).transpose(1, 2).flatten(-2))
 
 
-def test_by_hand():
-    """y = 1, 2, 5.5, 10 are means of neighbors; slots hold 1.5 and 7.75; the last token is too far from the first."""
-    even, same = ("query", "key", "far_query", "far_key"), ("value", "far_value", "out")
-    parts = dict.fromkeys(even, (0, 0)) | dict.fromkeys(same, (1, 0))
-    spec = "poolingformer(window=1, far_window=2, kernel=2, stride=2)"
-    assert by_hand(spec, [1.0, 3.0, 8.0, 12.0], **parts) == [1.0, 3.5, 7.0, 17.75]
-
-
-@BOTH
-@pytest.mark.parametrize("kind", ["mean", "max", "dynamic"])
-@pytest.mark.parametrize("form", FORMS)
-def test_it_equals_the_definition(form, kind, causal):
-    for n in (1, 2, 5, N, N + 1, N + 2):
+@pytest.mark.parametrize("row", all_pairs(form=FORMS, kind=["mean", "max", "dynamic"], causal=[True, False]), ids=str)
+def test_it_equals_the_definition(row):
+    form, kind, causal = row.values()
+    for n in (1, 5, N, N + 1):
         module, x = make(*form, kind=kind, causal=causal), data(n).requires_grad_()
         same(module(x)[0], definition(module, x), (x, *module.parameters()))
 
 
 @BOTH
-def test_single_tokens_as_slots_are_a_window_over_what_the_first_reads(causal):
-    module, x = make(3, 6, 1, 1, causal=causal), data(N)
-    second = build(f"sparse(pattern='band(6, right={0 if causal else 6})')", causal=causal)
-    for mine, theirs in zip(SECOND, FIRST, strict=True):
-        getattr(second, theirs).load_state_dict(getattr(module, mine).state_dict())
-    torch.nn.init.eye_(second.out.weight)
-    torch.nn.init.zeros_(second.out.bias)
-    near = pairs(N, lambda i, j: abs(i - j) <= 3)
-    y = softmax(near & past(N) if causal else near, *heads_of(module, x, *FIRST)).transpose(1, 2).flatten(-2)
-    torch.testing.assert_close(module(x)[0], module.out(y + second(y)[0]), rtol=0, atol=1e-10)
-
-
-@BOTH
-def test_windows_of_all_tokens_are_two_full_attentions(causal):
-    module, x = make(N, N, 1, 1, causal=causal), data(N)
-    allowed = past(N) if causal else torch.ones(N, N, dtype=torch.bool)
-    y = softmax(allowed, *heads_of(module, x, *FIRST)).transpose(1, 2)
-    z = softmax(allowed, *heads_of(module, y.flatten(-2), *SECOND)).transpose(1, 2)
-    torch.testing.assert_close(module(x)[0], module.out((y + z).flatten(-2)), rtol=0, atol=1e-10)
-
-
-@BOTH
-def test_values_of_one_give_two(causal):
-    """The sum of two means; a causal token that sees no slot has only the first."""
-    module, x = make(3, 9, 3, 2, causal=causal), data(N)
-    for part in (module.value, module.far_value):
-        torch.nn.init.zeros_(part.weight)
-        torch.nn.init.ones_(part.bias)
-    expected = torch.full((2, N, 6), 2.0, dtype=torch.float64)
-    if causal:
-        expected[:, :2] = 1.0
-    torch.testing.assert_close(module(x)[0], module.out(expected), rtol=0, atol=1e-10)
-
-
-@BOTH
 @pytest.mark.parametrize("kind", ["mean", "max", "dynamic"])
-@pytest.mark.parametrize("traced", [False, True])
-def test_padding_does_not_shift_the_slots(kind, causal, traced, monkeypatch):
-    """``traced``: with the dense mask that compiled code uses."""
-    if traced:
-        monkeypatch.setattr("longspan.ops.rows.followed", lambda: True)
+def test_padding_does_not_shift_the_slots_in_compiled_code(kind, causal, monkeypatch):
+    """It has a dense mask."""
+    monkeypatch.setattr("longspan.ops.rows.followed", lambda: True)
     module, x = make(3, 9, 5, 2, kind, causal), data(N)
     alone = module(x)[0]
     torch.testing.assert_close(module(x, mask=torch.ones(2, N, dtype=torch.bool))[0], alone, rtol=0, atol=1e-12)
@@ -129,23 +83,6 @@ def test_padding_does_not_shift_the_slots(kind, causal, traced, monkeypatch):
         mask[:, left : left + N] = True
         y = module(padded, mask=mask)[0][:, left : left + N]
         torch.testing.assert_close(y, alone, rtol=0, atol=1e-10)
-
-
-@pytest.mark.parametrize("cuts", [[1] * N, [2, 3, 18], [1, 22], [19, 4]])
-@pytest.mark.parametrize("form", FORMS)
-def test_the_state_is_two_rings_and_the_remaining_tokens(form, cuts, monkeypatch):
-    monkeypatch.setattr("longspan.attention.poolingformer.AT_ONCE", 5)
-    module, x = make(*form), data(N)
-    state, outs = module.init_state(2), []
-    size = longspan.states.nbytes(state)
-    for part in x.split(cuts, 1):
-        y, state = module(part, state)
-        outs.append(y)
-    torch.testing.assert_close(torch.cat(outs, 1), definition(module, x), rtol=0, atol=1e-10)
-    assert longspan.states.nbytes(state) == size
-    assert state.near.keys.shape[2] == form[0] + 1
-    assert state.far.keys.shape[2] == form[1] // form[3] + 1
-    assert state.keys.shape[2] == form[2] - 1
 
 
 @pytest.mark.parametrize("kind", ["mean", "largest"])

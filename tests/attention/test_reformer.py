@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 import longspan
 from longspan.ops import buckets as op
@@ -26,30 +25,6 @@ def definition(module, x, allowed):
     p = (module.scale * q @ k.mT).masked_fill(~allowed, -torch.inf)
     p = p.masked_fill(~allowed.any(-1, keepdim=True), 0.0).softmax(-1).masked_fill(~allowed, 0.0)
     return module.out(merge(p @ v)), p
-
-
-def leak(module, rows=8, n=64, width=32):
-    """The share of outputs before t that change when the tokens from t on are redrawn, over all t."""
-    x, other = data(2, rows, n, width)
-    y, moved, total = module(x)[0], 0, 0
-    for t in range(1, n, 3):
-        changed = (module(torch.cat([x[:, :t], other[:, t:]], 1))[0] - y)[:, :t].abs().amax(-1) > 1e-9
-        moved, total = moved + int(changed.sum()), total + changed.numel()
-    return moved / total
-
-
-def test_by_hand():
-    """Two buckets, right and left, and chunks of one token: each token reads the one before in its bucket."""
-    module = build("reformer(chunk=1, buckets=2, rounds=1)", 2, 1)
-    with torch.no_grad():
-        for part in (module.query, module.value, module.out):
-            part.weight.copy_(torch.eye(2))
-            part.bias.zero_()
-        module.rotations.copy_(torch.tensor([1.0, 0.0]).view(1, 2, 1, 1))
-    x = torch.tensor([[[1.0, 5.0], [-1.0, 6.0], [2.0, 7.0], [3.0, 8.0], [-4.0, 9.0]]], dtype=torch.float64)
-    read = [0, 1, 0, 2, 1]
-    assert module.hash(split(x, 1)).tolist() == [[[[0, 1, 0, 0, 1]]]]
-    assert torch.equal(module(x)[0], x[:, read])
 
 
 @pytest.mark.parametrize(
@@ -107,35 +82,6 @@ def test_bidirectional_chunks_by_hand():
         torch.testing.assert_close(y, definition(module, x.double()[None], allowed)[0], rtol=1e-10, atol=1e-10)
 
 
-def test_one_bucket_wraps_by_hand():
-    """Five tokens of one bucket in chunks of two: those of the first chunk read the last one."""
-    module, x = build("reformer(chunk=2, buckets=2, rounds=1)", 2, 1, causal=False), data(1, 5, 2).abs()
-    with torch.no_grad():
-        module.query.weight.copy_(torch.eye(2))
-        module.query.bias.zero_()
-        module.rotations.copy_(torch.tensor([1.0, 0.0]).view(1, 2, 1, 1))
-    lists = {0: [1, 4], 1: [0, 4], 2: [0, 1, 3], 3: [0, 1, 2], 4: [2, 3]}
-    allowed = torch.zeros(1, 1, 5, 5, dtype=torch.bool)
-    for token, seen in lists.items():
-        allowed[0, 0, token, seen] = True
-    torch.testing.assert_close(module(x)[0], definition(module, x, allowed)[0], rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("rounds", [1, 3])
-def test_one_bucket_and_one_chunk_is_attention_of_shared_queries_and_keys(rounds, monkeypatch):
-    """With any number of identical rounds, every pair counts once."""
-    module, x = build(f"reformer(chunk={N}, buckets=2, rounds={rounds})"), data(2, N, 6)
-    monkeypatch.setattr(module, "hash", lambda q: torch.zeros(*q.shape[:2], rounds, q.shape[2], dtype=torch.long))
-    allowed = torch.ones(N, N, dtype=torch.bool).tril(-1)
-    allowed[0, 0] = True
-    torch.testing.assert_close(module(x)[0], definition(module, x, allowed)[0], rtol=1e-10, atol=1e-10)
-
-
-def test_the_first_token_reads_itself_alone():
-    module, x = build(), data(2, N, 6)
-    torch.testing.assert_close(module(x)[0][:, 0], module.out(module.value(x[:, 0])), rtol=1e-12, atol=1e-12)
-
-
 class TestHash:
     def test_only_the_direction_matters(self):
         module, q = build("reformer(buckets=8)", 32, 2), data(2, 2, 50, 16)
@@ -152,57 +98,3 @@ class TestHash:
         assert torch.equal(found, small + 4 * large)
         assert set(found.flatten().tolist()) == set(range(24))
         assert build("reformer(buckets=24)", 32, 2).rotations.shape[-1] == 12 > y.shape[-1] == 5
-
-    def test_a_call_changes_no_buffer(self):
-        module, x = build().train(), data(2, N, 6)
-        before = {name: value.clone() for name, value in module.state_dict().items()}
-        torch.manual_seed(1)
-        first = module(x)[0]
-        torch.manual_seed(2)
-        assert torch.equal(module(x)[0], first)
-        assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
-
-
-def test_recomputation_gives_the_same():
-    module, outcomes = build(), []
-    for run in (module, lambda x: checkpoint(module, x, use_reentrant=False)):
-        x = data(2, N, 6).requires_grad_()
-        y = run(x)[0]
-        outcomes.append((y, *torch.autograd.grad(y.square().sum(), [x, *module.parameters()])))
-    assert all(map(torch.equal, *outcomes))
-
-
-class TestLeaks:
-    def test_chunks_inside_buckets_leak_nothing(self):
-        assert leak(build("reformer(chunk=8, buckets=4, rounds=1)", 32, 1)) == 0
-
-    @pytest.mark.parametrize("options", ["buckets=4", "buckets=16, cross=True"])
-    def test_no_gradient_shows_what_the_published_chunks_leak(self, options):
-        """Later tokens change which keys are visible."""
-        module = build(f"reformer(chunk=8, rounds=1, published=True, {options})", 32, 1)
-        assert leak(module) > 0.05
-        x = data(1, 64, 32).requires_grad_()
-        (grad,) = torch.autograd.grad(module(x)[0][:, :20].sum(), x)
-        assert not grad[:, 20:].any()
-
-
-class TestState:
-    def test_a_step_records_what_it_reads(self):
-        """With a state the record begins with its slots; the weights equal those of the whole sequence."""
-        module, x = build(), data(2, N, 6)
-        whole, record = {}, {}
-        module(x, record=whole)
-        with torch.no_grad():
-            _, state = module(x[:, :-1], module.init_state(2))
-            y, _ = module(x[:, -1:], state, record=record)
-        assert record["matrix"].shape == (2, 2, 1, 3 * 4 * 6 + 1)
-        torch.testing.assert_close(y, module(x)[0][:, -1:], rtol=1e-10, atol=1e-10)
-        of_step, of_whole = (r["matrix"][:, :, -1].sort(-1, descending=True).values for r in (record, whole))
-        torch.testing.assert_close(of_step[..., :20], of_whole[..., :20], rtol=1e-10, atol=1e-10)
-
-    def test_the_published_chunks_have_no_state(self):
-        module = build("reformer(published=True)")
-        with pytest.raises(ValueError, match="published=True has no state"):
-            module.init_state(2)
-        with pytest.raises(ValueError, match="reformer cannot continue"):
-            module(data(2, 3, 6), build("reformer").init_state(2))

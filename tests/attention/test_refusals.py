@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import torch
 
 import longspan
 from longspan.attention.base import REGISTRY
@@ -76,6 +77,21 @@ CAUSAL = (
     ("log_linear(convolution=1)", "width=1 must be at least 2"),
     ("log_linear(key_heads=3)", "key_heads=3 must divide heads=2"),
     ("log_linear(levels=1)", "levels=1 must be between 2 and 63"),
+    ("3", "'3' names no attention"),
+    ("linaer", r"unknown name 'linaer' \(did you mean 'linear'\?\); known: .*kernel, .*linear, .*softmax"),
+    ("linear(causal=False)", "linear has no option 'causal'"),
+    ("linear(eps=-1.0)", "eps=-1.0 must not be negative"),
+    ("linear(feature_map='cosine')", "unknown feature map 'cosine'.*known: elu, exp, relu, squared_relu"),
+    ("linear(rotary=-1.0)", "rotary=-1.0 must be positive"),
+    ("linear(window=3)", "linear has no option 'window'; it has feature_map, eps, rotary, rotary_layout, context_dim"),
+    ("kernel(bandwidth=2.0)", "bandwidth=2.0 .*similarity='rbf', not 'exp'"),
+    ("kernel(degree=4)", "similarity='polynomial', not 'exp'"),
+    ("kernel(dropout=2.0)", r"dropout=2.0 must be in \[0, 1\)"),
+    ("kernel(similarity='cosine')", "unknown similarity 'cosine'"),
+    ("kernel(similarity='polynomial', degree=3)", "degree=3 must be even and positive"),
+    ("kernel(similarity='rbf', bandwidth=0.0)", "bandwidth=0.0 must be positive"),
+    ("softmax(dropout=1.0)", r"dropout=1.0 must be in \[0, 1\)"),
+    ("softmax(kv_heads=3)", "kv_heads=3 must divide heads=2"),
     ("longhorn(channels=0)", "channels=0 .*at least 1"),
     ("longhorn(convolution=1)", "width=1 must be at least 2"),
     ("longhorn(expand=0.1)", "expand=0.1 times a head dimension of 4"),
@@ -217,6 +233,15 @@ BIDIRECTIONAL = (
 def test_options_that_do_not_fit_are_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         longspan.build(spec, 8, 2)
+
+
+@pytest.mark.parametrize("name", ["informer", "reformer", "routing"])
+def test_published_forms_have_no_state(name):
+    module, state = longspan.build(f"{name}(published=True)", 8, 2), longspan.build(name, 8, 2).init_state(2)
+    with pytest.raises(ValueError, match="published=True .*has no state"):
+        module.init_state(2)
+    with pytest.raises(ValueError, match=f"{name} cannot continue"):
+        module(torch.zeros(2, 3, 8), state)
 
 
 @pytest.mark.whole

@@ -1,4 +1,4 @@
-"""The retention of RetNet: worked by hand, and as the paper's equations over all pairs."""
+"""The retention of RetNet as the paper's equations over all pairs."""
 
 import math
 
@@ -7,19 +7,8 @@ import torch
 import torch.nn.functional as F
 
 import longspan
-from longspan.ops import gated
-from support.mechanisms import HEADS, B, Bare, N, fill, seeded, tokens
+from support.mechanisms import HEADS, N, seeded
 from support.tensors import merge_heads, split_heads
-
-
-def test_by_hand():
-    module = longspan.build("retention(rotary=0.0, expand_v=1.0)", 2, 1).double()
-    for part in ("query", "key", "value", "out"):
-        fill(module, **{f"{part}__weight": torch.eye(2)})
-    module.norm = Bare()
-    # S_1 = [[1, 0], [0, 0]], S_2 = 31/32 S_1 + [[1, 1], [1, 1]].
-    expected = tokens((1, 0), (95 / 32, 2)) / math.sqrt(2)
-    torch.testing.assert_close(module(tokens((1, 0), (1, 1)))[0], expected)
 
 
 @pytest.mark.parametrize("rotary", [0.0, 10000.0])
@@ -37,15 +26,6 @@ def test_is_the_matrix_of_all_pairs(rotary):
     o = merge_heads((scores * decay) @ v)
     o = F.group_norm(o.flatten(0, 1), HEADS).view_as(o)
     torch.testing.assert_close(module(x)[0], module.out(F.silu(module.out_gate(x)) * o))
-
-
-def test_is_scalar_decay_with_a_constant():
-    module, x = seeded("retention(rotary=0.0)")
-    q, k, v = (split_heads(project(x)) for project in (module.query, module.key, module.value))
-    log_decay = torch.tensor([31 / 32, 63 / 64], dtype=torch.float64).log()[:, None].expand(B, HEADS, N)
-    o = gated.decay_attention(q, k, v, log_decay=log_decay)
-    module.norm = Bare()
-    torch.testing.assert_close(module(x)[0], module.out(merge_heads(o)))
 
 
 def test_rates_are_defined_for_any_number_of_heads():

@@ -4,11 +4,9 @@ import pytest
 import torch
 import torch.distributed as distributed
 import torch.nn.functional as F
-from test_reformer import leak
 
 import longspan
 from longspan.attention.routing import Statistics
-from longspan.ops.backends import backend
 from longspan.ops.tensors import merge, split
 from support.tensors import data, same
 
@@ -33,19 +31,6 @@ def definition(module, x, allowed):
     p = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~allowed, -torch.inf)
     p = p.masked_fill(~allowed.any(-1, keepdim=True), 0.0).softmax(-1).masked_fill(~allowed, 0.0)
     return module.out(merge(p @ v)), p
-
-
-def test_by_hand():
-    """Two clusters, a window of two: a token reads the one before in its cluster, and the first reads itself."""
-    module = build("routing(clusters=2, window=2)", 2, 1)
-    with torch.no_grad():
-        for part in (module.query, module.value, module.out):
-            part.weight.copy_(torch.eye(2))
-            part.bias.zero_()
-        module.sums.copy_(torch.tensor([[[1.0, -1.0], [-3.0, 3.0]]]))
-    x = torch.tensor([[[2.0, 1.0], [5.0, 4.0], [1.0, 7.0], [9.0, 0.0], [0.0, 3.0]]], dtype=torch.float64)
-    assert module.nearest(parts(module, x)[0]).tolist() == [[[0, 0, 1, 0, 1]]]
-    assert torch.equal(module(x)[0], x[:, [0, 0, 2, 1, 2]])
 
 
 @pytest.mark.parametrize("given", [{}, {"mask": MASK}])
@@ -88,35 +73,6 @@ def test_lists_are_the_mean_of_their_dense_forms(spec, causal):
     same(y, module.out(merge(expected @ v)), (x, *module.parameters()))
 
 
-@pytest.mark.parametrize("options", ["", ", published=True"])
-def test_one_cluster_and_every_token_is_attention_of_normalized_queries(options):
-    module, x = build(f"routing(clusters=1, window={N}{options})"), data(2, N, 8)
-    allowed = torch.ones(N, N, dtype=torch.bool).tril(-1)
-    allowed[0, 0] = True
-    torch.testing.assert_close(module(x)[0], definition(module, x, allowed)[0], rtol=1e-10, atol=1e-10)
-    both = build(f"routing(clusters=1, window={N})", causal=False)
-    torch.testing.assert_close(
-        both(x)[0], definition(both, x, torch.ones(N, N, dtype=torch.bool))[0], rtol=1e-10, atol=1e-10
-    )
-
-
-def test_the_reference_backend_has_the_same_lists():
-    module, x = build("routing(clusters=3, window=7, published=True)"), data(2, N, 8)
-    with backend("reference"):
-        expected = module(x, mask=MASK)[0]
-    torch.testing.assert_close(module(x, mask=MASK)[0], expected, rtol=1e-10, atol=1e-10)
-
-
-class TestLeaks:
-    def test_the_nearest_center_leaks_nothing(self):
-        assert leak(build("routing(clusters=8, window=8)", 32, 1)) == 0
-
-    def test_the_published_lists_have_no_state(self):
-        module = build("routing(clusters=8, window=8, published=True)", 32, 1)
-        with pytest.raises(ValueError, match="published=True has no state"):
-            module.init_state(2)
-
-
 class TestUpdate:
     def test_it_is_the_closed_formula(self):
         """m and n of the tokens of the call, by loops; masked tokens are not counted."""
@@ -148,7 +104,7 @@ class TestUpdate:
                 part.bias.copy_(torch.tensor([3.0, 1.0, -1.0, -3.0] * 2))
             module.sums.copy_(torch.tensor([[3.0, 1.0, -1.0, -3.0], [-3.0, -1.0, 1.0, 3.0]]).expand(2, 2, 4))
         empty = module.sums[:, 1].clone(), module.counts[:, 1].clone()
-        for _ in range(2000):
+        for _ in range(200):
             record = {"statistics": None}
             with torch.no_grad():
                 module(data(1, 2, 8), record=record)

@@ -52,13 +52,6 @@ class TestEdges:
         expected = dense(q, k, v, allowed[:, None])
         same(found, expected, wanted)
 
-    def test_all_edges_are_full_attention(self):
-        q, k, v = operands()
-        index = torch.arange(N).expand(2, N, N)
-        everything = torch.ones(N, N, dtype=torch.bool)
-        found = op.attend(q, k, v, index, torch.ones_like(index, dtype=torch.bool))
-        torch.testing.assert_close(found, dense(q, k, v, everything), rtol=0, atol=1e-12)
-
     def test_a_repeated_edge_counts_once(self):
         index, there = torch.tensor([[[3, 1, 3, 1, 2]]]), torch.tensor([[[False, True, True, True, True]]])
         assert op.once(index, there).tolist() == [[[False, True, True, False, True]]]
@@ -108,12 +101,6 @@ class TestMechanism:
         if causal:
             assert not mask.triu(1).any()
             assert (mask.sum(-1) <= 3).all()
-
-    @pytest.mark.parametrize("causal", [True, False])
-    def test_selection_has_no_gradient(self, causal):
-        module, x = build(causal=causal).train(), data(2, N, 6)
-        module(x)[0].square().sum().backward()
-        assert all(p.grad is not None and not p.grad.any() for p in module.predictor.parameters())
 
     def test_evaluation_takes_the_likeliest_and_training_draws(self):
         module, x = build(), data(2, N, 6)

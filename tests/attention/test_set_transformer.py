@@ -70,24 +70,6 @@ def test_a_case_by_hand():
     assert block(torch.tensor([[[-3.0], [4.0]]]).double()).item() == pytest.approx(2 * h)
 
 
-def test_orders_do_not_matter():
-    x, order = data(2, N, 6), torch.randperm(N, generator=torch.Generator().manual_seed(3))
-    for block in (make(longspan.SAB), make(longspan.ISAB, points=4)):
-        close(block(x[:, order], MASK[:, order]), block(x, MASK)[:, order])
-    block = make(longspan.PMA, seeds=3)
-    close(block(x[:, order], MASK[:, order]), block(x, MASK))
-
-
-def test_a_seed_with_zero_queries_reads_the_mean():
-    block, x = make(longspan.PMA, seeds=2, norm=False), data(2, N, 6)
-    for part in (block.block.query.weight, block.block.query.bias):
-        torch.nn.init.zeros_(part)
-    values = block.block.value(block.row(x).relu())
-    mean = torch.stack([values[b, MASK[b]].mean(0) for b in range(2)])[:, None]
-    h = block.seeds + block.block.out(mean)
-    close(block(x, MASK), h + block.block.row(h).relu())
-
-
 @pytest.mark.parametrize("kind", ["SAB", "ISAB", "PMA"])
 def test_masked_elements_are_ignored(kind):
     block, x = make(getattr(longspan, kind)), data(2, N, 6)

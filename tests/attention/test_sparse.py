@@ -1,17 +1,10 @@
-"""Attention under any pattern: worked by hand, and properties of all mechanisms with a pattern."""
+"""Attention under any pattern: properties of all mechanisms with a pattern."""
 
 import pytest
 import torch
 
 import longspan
-from support.hand import plain, read
 from support.sparse import N, build, data
-
-
-def test_by_hand():
-    """All keys tie, so a token reads the mean of what it sees: here itself and every second one before."""
-    module = plain("sparse(pattern='causal & strided(2)')", asking=False)
-    assert read(module, 1.0, 2.0, 4.0, 8.0, 16.0) == [1.0, 2.0, 2.5, 5.0, 7.0]
 
 
 @pytest.mark.parametrize("law", ["causal", "parallel_is_recurrent", "padding", "bidirectional"])

@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from longspan.states.kv_cache import KeyValues
-from support.hand import plain, read
 from support.sparse import N, agree, build, data, pairs, past, product
 
 
@@ -15,12 +13,6 @@ def steps(kind, size, c, n=N):
 
 
 options = (("strided", "block=5"), ("fixed", "block=5, summary=2"))
-
-
-def test_by_hand():
-    """All keys tie: a token reads the mean of the last two and of every second one before."""
-    module = plain("sparse_transformer(block=2, integration='merged')", asking=False)
-    assert read(module, 1.0, 2.0, 4.0, 8.0, 16.0) == pytest.approx([1.0, 1.5, 7 / 3, 14 / 3, 29 / 4])
 
 
 @pytest.mark.parametrize(("kind", "sizes"), options)
@@ -68,10 +60,3 @@ def test_summary_heads_have_different_sub_blocks():
 def test_the_bidirectional_form_sees_both_sides():
     sees = build("sparse_transformer(block=5, integration='merged')", causal=False).key_pattern.dense(N)[0]
     assert sees.equal(pairs(N, lambda i, j: abs(i - j) < 5 or (i - j) % 5 == 0))
-
-
-def test_layers_of_near_keys_keep_a_ring():
-    for kind, sizes in options:
-        spec = f"sparse_transformer(kind={kind!r}, {sizes}, integration='interleaved')"
-        assert build(spec).init_state(2).keys.shape[2] == 5
-        assert isinstance(build(spec, layer=1).init_state(2), KeyValues)

@@ -1,4 +1,4 @@
-"""Stick-breaking attention by hand, against its definition, and where its kernels stop."""
+"""Stick-breaking attention against its definition, and where its kernels stop."""
 
 import pytest
 import torch
@@ -6,7 +6,6 @@ import torch
 from longspan import backend
 from longspan.ops.native.call import available
 from longspan.ops.softmax import stick_breaking
-from support.hand import plain, read
 from support.sparse import build
 from support.sparse import data as tokens
 from support.tensors import close, data, same
@@ -25,12 +24,6 @@ def definition(q, k, v):
             o, left = o + left * share * v[:, :, j], left * (1 - share)
         outs.append(o)
     return torch.stack(outs, 2)
-
-
-def test_by_hand():
-    """Queries are 0, so every key takes half of what is left; a token does not see itself."""
-    module = plain("stick_breaking", asking=False)
-    assert read(module, 8.0, 4.0, 16.0, 1.0) == pytest.approx([0.0, 4.0, 4 / 2 + 8 / 4, 16 / 2 + 4 / 4 + 8 / 8])
 
 
 @pytest.mark.parametrize("groups", [1, 2])

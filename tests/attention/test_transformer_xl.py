@@ -1,18 +1,15 @@
-"""Transformer-XL: by hand, against loops over all pairs, against XLNet's attention, and its memory."""
+"""Transformer-XL against loops over all pairs, against XLNet's attention, and its memory."""
 
-import math
 import types
 
 import pytest
 import torch
 
 import longspan
-from longspan import testing
-from support.mechanisms import wave
+from support.mechanisms import in_parts, wave
 from support.tensors import data
 
 N, DIM, HEADS = 23, 8, 2
-CUTS = ([N], [1] * N, [5, 8, 10], [1, 21, 1], [20, 3])
 
 
 def build(options="", dim=DIM, heads=HEADS, **place):
@@ -22,14 +19,6 @@ def build(options="", dim=DIM, heads=HEADS, **place):
         torch.nn.init.normal_(module.u)
         torch.nn.init.normal_(module.v)
         return module
-
-
-def run(module, x, cuts, **arguments):
-    outs, state = [], module.init_state(len(x))
-    for part in x.split(cuts, 1):
-        y, state = module(part, state, **arguments)
-        outs.append(y)
-    return torch.cat(outs, 1), state
 
 
 def oracle(module, x, sees, clamp=10**9):
@@ -59,29 +48,14 @@ FORMS = {
 }
 
 
-def test_by_hand():
-    """Two tokens, one channel, all weights 1, u = 2, v = 0: scores of token 1 are (3 + 2) 1 + 3 sin 1 and (3 + 2) 3."""
-    module = build("memory=1", 1, 1)
-    with torch.no_grad():
-        for part in (module.query, module.key, module.value, module.distance, module.out):
-            part.weight.fill_(1.0)
-        module.u.fill_(2.0)
-        module.v.zero_()
-    y = module(torch.tensor([[[1.0], [3.0]]], dtype=torch.float64))[0].flatten()
-    far, own = math.exp(5 + 3 * math.sin(1)), math.exp(15)
-    assert y.tolist() == pytest.approx([1.0, (far + 3 * own) / (far + own)], rel=1e-12)
-
-
 @pytest.mark.parametrize("options", FORMS)
-def test_any_cut_equals_the_sum_over_pairs(options):
+def test_it_equals_the_sum_over_pairs(options):
     module, x, record = build(options), data(1, N, DIM), {}
     y, p = oracle(module, x[0], FORMS[options], module.clamp or 10**9)
     torch.testing.assert_close(module(x, record=record)[0][0], y, rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(record["matrix"][0], p, rtol=1e-10, atol=1e-12)
     assert torch.equal(record["mask"].expand(1, HEADS, N, N)[0], p > 0)
     assert torch.equal(module.key_pattern.dense(N)[0], p[0] > 0)
-    for cuts in CUTS:
-        torch.testing.assert_close(run(module, x, cuts)[0][0], y, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("memory", [3, 100])
@@ -92,27 +66,13 @@ def test_the_bidirectional_form_distinguishes_before_and_after(memory):
     assert (module(x.flip(1))[0].flip(1) - y).abs().max() > 0.01
 
 
-def test_the_bidirectional_form_ends_with_its_real_tokens():
-    """The mechanism moves padding behind real tokens, where another document could follow."""
-    module, x = build("memory=4", causal=False), data(1, N, DIM)
-    mask = torch.ones(1, N, dtype=torch.bool)
-    mask[0, [2, 15, 16, 22]] = False
-    alone = module(x[:, mask[0]])[0]
-    torch.testing.assert_close(module(x, mask=mask)[0][:, mask[0]], alone, rtol=1e-11, atol=1e-11)
-    segments = torch.tensor([[0] * 9 + [1] * (N - 9)])
-    y = module(x, mask=mask, segments=segments)[0]
-    for part in (slice(0, 9), slice(9, N)):
-        kept = mask[0, part]
-        torch.testing.assert_close(y[:, part][:, kept], module(x[:, part][:, kept])[0], rtol=1e-11, atol=1e-11)
-
-
 @pytest.mark.parametrize("split", [1, 9, 22])
 @pytest.mark.parametrize("options", ["memory=6", "memory=30", "memory=4, same_length=False, segment=5"])
 def test_gradients_are_those_of_one_pass_whose_first_segment_is_detached(options, split):
     """The weights of keys and values learn from the memory; the inputs get no gradient."""
     module, upstream = build(options), data(1, N, DIM, seed=2)
     x = data(1, N, DIM).requires_grad_()
-    y, _ = run(module, x, [split, N - split])
+    y, _ = in_parts(module, x, [split, N - split])
     found = torch.autograd.grad((y * upstream).sum(), [x, *module.parameters()])
     first = module(x[:, :split])[0]
     later = module(torch.cat([x[:, :split].detach(), x[:, split:]], 1))[0][:, split:]
@@ -133,22 +93,6 @@ def test_a_memory_has_no_gradient_and_no_graph():
     through = build("memory=6, stop_gradient=False")
     _, state = through(x, through.init_state(1))
     assert state.hidden.requires_grad
-
-
-def test_the_exemption_depends_on_the_option():
-    """If gradients pass through the state, the exempt laws hold."""
-    assert testing.check("gradients", "transformer_xl(memory=5)").status == "exempt"
-    assert testing.check("gradients", "transformer_xl(memory=5, stop_gradient=False)").status == "passed"
-
-
-def test_the_memory_is_the_inputs():
-    module, x = build("memory=6"), data(2, N, DIM)
-    mask = torch.ones(2, N, dtype=torch.bool)
-    mask[0, [3, 20, 22]] = False
-    _, state = module(x, module.init_state(2), mask=mask)
-    torch.testing.assert_close(state.hidden[0], x[0, mask[0]][-6:], rtol=0, atol=0)
-    torch.testing.assert_close(state.hidden[1], x[1, -6:], rtol=0, atol=0)
-    assert state.position.tolist() == [N - 3, N]
 
 
 @pytest.mark.parametrize("options", ["memory=6", "memory=4, same_length=False, segment=5", "memory=6, clamp=2"])
@@ -200,7 +144,7 @@ def test_it_is_xlnets_attention(bidirectional, split):
         q, far = (torch.einsum("ibh,hnd->ibnd", t, w) for t, w in ((h, other.q), (r, other.r)))
         read = other.rel_attn_core(q, k, v, far, attn_mask=None if bidirectional else hidden)
         expected = torch.einsum("ibnd,hnd->ibh", read, other.o)[:, 0]
-    y = module(x)[0] if not split else run(module, x, [split, N - split])[0]
+    y = module(x)[0] if not split else in_parts(module, x, [split, N - split])[0]
     torch.testing.assert_close(y[0, split:], expected, rtol=1e-10, atol=1e-10)
 
 

@@ -248,8 +248,7 @@ def test_a_prompt_in_pieces(kind):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("length", [12, 39])
-@pytest.mark.parametrize("left", [False, True], ids=["whole rows", "left padding"])
+@pytest.mark.parametrize(("length", "left"), [(12, True), (39, False)], ids=["left padding", "whole rows"])
 def test_texts_with_a_static_cache(kind, length, left):
     """The prompt is shorter or longer than the window, and always shorter than the cache."""
     chunked(kind, since=(5, 20))

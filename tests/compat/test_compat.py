@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from longspan import compat
-from longspan.compat.fast_transformers import attention, builders, masking, transformers
+from longspan.compat.fast_transformers import attention, builders, masking
 from longspan.compat.fast_transformers import attention_registry as registry
 from longspan.compat.fast_transformers.absent import FUNCTIONS
 from longspan.compat.fast_transformers.builders import (
@@ -215,10 +215,6 @@ def test_native_functions_without_users_are_absent(installed, name):
     assert absent.__name__ == function
 
 
-def test_the_page_that_the_error_names_exists():
-    assert (ROOT / PAGE).is_file()
-
-
 # Registries and builders
 
 
@@ -383,9 +379,3 @@ def test_attention_builders_compose_and_refuse():
         builder.clarity = 1
     with pytest.raises(AttributeError, match="'topk'"):
         _ = builder.topk
-
-
-def test_layers_refuse_an_unknown_activation():
-    with pytest.raises(ValueError, match="activation='quick'"):
-        transformers.TransformerEncoderLayer(nn.Identity(), 6, activation="quick")
-    assert transformers.TransformerEncoderLayer(nn.Identity(), 6, activation="silu").linear1.out_features == 24

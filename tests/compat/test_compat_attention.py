@@ -235,13 +235,6 @@ def test_gradients_are_those_of_the_function_and_finite_for_empty_sequences(qkv,
     assert (module(*inputs, attn, lengths, lengths)[1] == 0).all()
 
 
-@pytest.mark.parametrize("name", ["linear", "causal-linear", "aft-simple"])
-def test_second_derivatives(qkv, name):
-    module, inputs = SELF[name].double().eval(), tuple(x.requires_grad_() for x in qkv(3, 3, E))
-    attn, lengths = (TriangularCausalMask(3) if triangular(name) else FullMask(3)), LengthMask(torch.tensor([3, 1, 2]))
-    assert torch.autograd.gradgradcheck(lambda *x: module(*x, attn, lengths, lengths), inputs, fast_mode=True)
-
-
 # Which keys are the best is another question where products are rounded.
 @pytest.mark.parametrize("name", [name for name in SELF if name != "exact-topk"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

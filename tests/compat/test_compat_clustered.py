@@ -10,14 +10,11 @@ from longspan.compat.fast_transformers import sparse_product as sparse
 from longspan.compat.fast_transformers.builders import AttentionBuilder, TransformerEncoderBuilder
 from longspan.compat.fast_transformers.clustering import hamming
 from longspan.compat.fast_transformers.masking import FullMask, LengthMask, TriangularCausalMask
+from support.tensors import data
 
 N, L, S, H, E, D = 3, 13, 11, 2, 5, 7
 LENGTHS, SIZES = LengthMask(torch.tensor([13, 4, 9]), max_len=L), LengthMask(torch.tensor([11, 2, 7]), max_len=S)
 SMALL = {"n_layers": 2, "n_heads": 2, "query_dimensions": 5, "value_dimensions": 5, "feed_forward_dimensions": 11}
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def qkv(length=L, size=S):
@@ -45,24 +42,6 @@ def test_with_a_cluster_for_each_query_they_are_full_attention(kind, temperature
     real = LENGTHS.bool_matrix
     torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-12)
     assert not found[~real].any()
-
-
-@pytest.mark.parametrize("clusters", [1, 4, 100])
-@pytest.mark.parametrize("topk", [S, 32])
-def test_with_all_keys_improved_is_full_attention(clusters, topk):
-    inputs, masks = qkv(), (full(L, S), LENGTHS, SIZES)
-    found = a.ImprovedClusteredAttention(clusters, topk=topk, softmax_temp=0.3).eval()(*inputs, *masks)
-    expected, real = a.FullAttention(softmax_temp=0.3).eval()(*inputs, *masks), LENGTHS.bool_matrix
-    torch.testing.assert_close(found[real], expected[real], rtol=0, atol=1e-12)
-
-
-def test_clusters_of_equal_queries_are_full_attention():
-    q, k, v = qkv()
-    q = 20 * q[:, torch.arange(L) % 3]
-    masks = full(L, S), whole(L), SIZES
-    for kind in (a.ClusteredAttention, a.ImprovedClusteredAttention):
-        found = kind(clusters=4).eval()(q, k, v, *masks)
-        torch.testing.assert_close(found, a.FullAttention().eval()(q, k, v, *masks), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["clustered", "improved-clustered", "causal-improved-clustered"])
@@ -103,37 +82,6 @@ def test_causal_improved_is_its_definition():
     upstream = data(*found.shape, seed=3)
     grads = [torch.autograd.grad(y, (q, k), upstream) for y in (found, expected)]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
-
-
-def test_causal_improved_leaks_by_what_it_selects():
-    # The figure of docs/how-to/from-fast-transformers.md: 8 clusters, 8 keys, 64 tokens with a redrawn second half.
-    length, half, rows = 64, 32, 64
-    lengths = LengthMask(torch.full((rows,), length))
-    module = a.ImprovedClusteredCausalAttention(8, topk=8).eval()
-    inputs = [data(rows, length, H, 16, seed=seed) for seed in range(3)]
-    others = [torch.cat([x[:, :half], data(rows, half, H, 16, seed=9 + i)], 1) for i, x in enumerate(inputs)]
-    y, again = (module(*x, TriangularCausalMask(length), lengths, lengths) for x in (inputs, others))
-    moved = ((y - again)[:, :half].abs().amax(-1) > 1e-9).double().mean()
-    assert round(100 * float(moved)) == 85
-    assert round(100 * float((y.abs().amax(-1) == 0).double().mean())) == 10
-    # Gradients do not show it, because a choice has no gradient.
-    x = [t.clone().requires_grad_() for t in inputs]
-    early = module(*x, TriangularCausalMask(length), lengths, lengths)[:, :half].sum()
-    assert not any(g[:, half:].any() for g in torch.autograd.grad(early, x))
-
-
-@pytest.mark.parametrize("name", ["clustered", "improved-clustered", "causal-improved-clustered"])
-def test_nothing_but_dropout_is_random(name):
-    module, inputs = AttentionBuilder.from_kwargs(clusters=3, topk=6, attention_dropout=0.5).get(name), qkv(L, L)
-    mask = TriangularCausalMask(L) if "causal" in name else full(L)
-    torch.manual_seed(0)
-    one, two = (module(*inputs, mask, whole(L), whole(L)) for _ in range(2))
-    assert not torch.equal(one, two)
-    module.eval()
-    state = torch.get_rng_state()
-    one, two = (module(*inputs, mask, whole(L), whole(L)) for _ in range(2))
-    assert torch.equal(one, two)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_without_bias_the_length_of_a_query_decides_nothing():

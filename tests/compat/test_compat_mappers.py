@@ -253,16 +253,6 @@ def test_layers_tell_queries_matrices_and_outputs(random):
     assert not torch.equal(output.x, y)
 
 
-@torch.no_grad()
-def test_a_recurrent_layer_dispatches_one_row(random):
-    dispatcher, heard = listening(AttentionEvent)
-    model = encoder(RecurrentEncoderBuilder, event_dispatcher=dispatcher)
-    state = None
-    for token in torch.randn(L, N, 12, generator=random):
-        _, state = model(token, state)
-    assert heard[-1][1].attention_matrix.shape == (N, 3, L)
-
-
 def test_filters_combine():
     model = nn.ModuleDict({"first": nn.Linear(1, 1), "second": nn.Linear(1, 1)})
     first, second = QKVEvent(model["first"], *[torch.zeros(1)] * 3), Event(model["second"])
@@ -310,14 +300,6 @@ def test_handlers_come_and_go():
     dispatcher.clear()
     dispatcher.dispatch(event)
     assert heard == [event]
-
-
-def test_dispatchers_are_shared_by_name():
-    assert EventDispatcher.get() is EventDispatcher.get("")
-    assert EventDispatcher.get("one") is EventDispatcher.get("one")
-    assert EventDispatcher.get("one") is not EventDispatcher.get("two")
-    own = EventDispatcher()
-    assert EventDispatcher.get(own) is own
 
 
 def test_a_file_runs_no_code_unless_that_is_asked_for(tmp_path, monkeypatch):

@@ -205,12 +205,6 @@ def test_a_model_that_is_no_mirror_draws_for_each_sequence(random):
     assert phi.omega is second
 
 
-def test_a_stabilized_map_refuses_single_tokens():
-    module = recurrent.attention.RecurrentLinearAttention(E, maps.Favor.factory(stabilize=True))
-    with pytest.raises(ValueError, match="stabilize=False"):
-        module(torch.zeros(N, H, E), torch.zeros(N, H, E), torch.zeros(N, H, D))
-
-
 # make_mirror
 
 

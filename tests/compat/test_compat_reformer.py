@@ -6,12 +6,9 @@ import torch
 from longspan.compat.fast_transformers.attention import ReformerAttention
 from longspan.compat.fast_transformers.builders import AttentionBuilder, TransformerEncoderBuilder
 from longspan.compat.fast_transformers.masking import FullMask, LengthMask, TriangularCausalMask
+from support.tensors import data
 
 L, BITS, ROUNDS = 22, 3, 3
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def by_loops(module, q, v, allowed, lengths):

@@ -99,17 +99,6 @@ def test_the_formula_of_the_paper(name):
     assert torch.allclose(end, last, rtol=1e-9)
 
 
-def test_by_hand():
-    # Two tokens with the same key: the delta rule replaces what the first one stored, a sum keeps both.
-    q = k = torch.tensor([[[[1.0]], [[1.0]]]])
-    v = torch.tensor([[[[2.0]], [[10.0]]]])
-    assert ops.chunk_delta_rule(q, k, v, torch.ones(1, 2, 1))[0].flatten().tolist() == [2.0, 10.0]
-    assert ops.chunk_simple_gla(q, k, v)[0].flatten().tolist() == [2.0, 12.0]
-    half = torch.full((1, 2, 1), 0.5).log()
-    assert ops.chunk_simple_gla(q, k, v, g=half)[0].flatten().tolist() == [2.0, 11.0]
-    assert ops.chunk_linear_attn(q, k, v)[0].flatten().tolist() == [2.0, 6.0]
-
-
 @pytest.mark.parametrize("name", ["chunk_gated_delta_rule", "chunk_delta_rule", "chunk_kda"])
 def test_queries_and_keys_of_length_one(name):
     given, formula = calls()[name]

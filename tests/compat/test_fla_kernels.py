@@ -211,11 +211,12 @@ def function_errors(name, keys, values, results):
     return {part: error(value, expected[part]) for part, value in found.items()}
 
 
-def model_errors(name, case, results):
+def model_errors(case, results):
+    name, options = original.model_cases()[case]
     family = models.supported()[name]
-    model = original.fill(family.model(family.config(**original.model_options(name, case))))
+    model = original.fill(family.model(family.config(**options)))
     with torch.no_grad():
-        return {"logits": error(model(original.ids(name)).logits, results[f"model-{name}/{case}/logits"])}
+        return {"logits": error(model(original.ids(name)).logits, results[f"model-{case}/logits"])}
 
 
 def within(errors):
@@ -237,14 +238,14 @@ def test_linear_attention_equals_the_stored_result(stored):
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("name", "case"), original.model_cases())
-def test_models_equal_the_stored_results(name, case, stored):
-    within(model_errors(name, case, stored))
+@pytest.mark.parametrize("case", original.model_cases())
+def test_models_equal_the_stored_results(case, stored):
+    within(model_errors(case, stored))
 
 
 @pytest.mark.whole
 def test_every_stored_result_is_compared(stored):
-    cases = {*NAMES, *(f"model-{name}/{case}" for name, case in original.model_cases())}
+    cases = {*NAMES, *(f"model-{case}" for case in original.model_cases())}
     assert {part.rpartition("/")[0] for part in stored} == cases
 
 
@@ -255,9 +256,9 @@ def test_functions_equal_the_original(name, computed):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("name", "case"), original.model_cases())
-def test_models_equal_the_original(name, case, computed):
-    within(model_errors(name, case, computed))
+@pytest.mark.parametrize("case", original.model_cases())
+def test_models_equal_the_original(case, computed):
+    within(model_errors(case, computed))
 
 
 @pytest.mark.full

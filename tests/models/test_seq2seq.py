@@ -219,14 +219,6 @@ class TestBeams:
             assert torch.equal(both.tokens[row], alone.tokens[0])
             torch.testing.assert_close(both.scores[row], alone.scores[0], rtol=1e-9, atol=1e-9)
 
-    def test_what_has_ended_stays_as_it_is(self):
-        model, (source, _) = build(vocab=3).eval(), pair(batch=1)
-        found = beam_search(model, source=source % 3, max_new_tokens=6, beams=8, best=8, stop=1)
-        for k in range(8):
-            n, tokens = int(found.lengths[0, k]), found.tokens[0, k]
-            assert (tokens[n:] == 1).all()
-            assert 1 not in tokens[: n - 1]
-
     @pytest.mark.parametrize(
         ("options", "message"),
         [

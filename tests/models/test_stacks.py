@@ -1,47 +1,21 @@
 """Stacks: parallel and recurrent runs agree, and the properties of each kind of stack."""
 
-import copy
-import math
-
 import pytest
 import torch
 from torch import nn
 
 from longspan import Decoder, DecoderConfig
 from longspan.models.stacks import STACKS
-from longspan.models.stacks.plain import StackCall
-from longspan.models.stacks.universal import Act, UniversalState
+from longspan.models.stacks.universal import UniversalState
 from longspan.modules.sinusoidal import sinusoid
-from longspan.ops.tensors import upcast_half
 from stack_cases import SMALL, data, grads, same, stack
+from support.mechanisms import in_parts
 
 KINDS = ("plain", "universal(steps=3)", "universal(steps=2, coordinates='step')", "act(steps=4)", "reversible")
-ATTENTIONS = (
-    "softmax",
-    "linear",
-    "gated_deltanet",
-    "local(window=5)",
-    "reformer(chunk=3, buckets=4, rounds=3)",
-    "linear; softmax",
-)
 
 
 def test_every_kind_is_tried():
     assert {kind.split("(")[0] for kind in KINDS} == set(STACKS)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("attention", ATTENTIONS)
-class TestRecurrent:
-    def test_any_cut_gives_one_answer(self, kind, attention):
-        made, x = stack(stack=kind, attention=attention), data()
-        whole, _ = made(x)
-        for cuts in ((1,) * 13, (5, 8), (12, 1)):
-            state, parts = made.init_state(2), []
-            for part in x.split(cuts, 1):
-                y, state = made(part, state)
-                parts.append(y)
-            torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-9, atol=1e-9)
 
 
 class TestUniversal:
@@ -60,15 +34,6 @@ class TestUniversal:
         plain = stack(depth=1, stack="universal(steps=3, coordinates='none')", attention="linear")
         plain.load_state_dict(made.state_dict())
         torch.testing.assert_close(plain(x)[0], tied(x)[0], rtol=1e-12, atol=1e-12)
-
-    def test_coordinates_by_hand(self):
-        """Position 1, step 1: channel 0 is 2 sin 1, channel 1 is 2 cos 1."""
-        seen = []
-        made = stack(depth=1, stack="universal(steps=1)", attention="linear")
-        made.blocks[0].register_forward_pre_hook(lambda module, given: seen.append(given[0]))
-        made(torch.zeros(1, 2, 16, dtype=torch.float64))
-        assert seen[0][0, 1, 0].item() == pytest.approx(2 * math.sin(1))
-        assert seen[0][0, 1, 1].item() == pytest.approx(2 * math.cos(1))
 
     def test_wrong_states(self):
         made = stack(stack="universal(steps=3)")
@@ -91,69 +56,6 @@ def pondered(made, x, **given):
 
 
 class TestAct:
-    @staticmethod
-    def halting(biases, steps=None, threshold=0.01):
-        """An Act whose halting chances are given, whatever the state: (p_n, penalty)."""
-        act = Act(1, steps=steps or len(biases), threshold=threshold, coordinates="none")
-        chances = iter(biases)
-
-        class Steps(nn.Module):
-            def __iter__(self):
-                act.bias.data.fill_(torch.logit(torch.tensor(next(chances), dtype=torch.float64)))
-                return iter(())
-
-        call, blocks = StackCall({}), Steps()
-        act.double()
-        act.halt.data.zero_()
-        blocks.__class__.__len__ = lambda self: 0
-        y, _ = act(blocks, torch.ones(1, 1, 1, dtype=torch.float64), None, call)
-        return y.item(), call.own_record
-
-    @pytest.mark.parametrize(
-        ("chances", "steps", "count", "remainder"),
-        [
-            ((0.3, 0.3, 0.3, 0.3), 4, 4, 0.1),
-            ((0.999,), 5, 1, 1.0),
-            ((0.3, 0.3, 0.25), 3, 3, 0.4),  # the cap: its remainder is not dropped
-            ((0.5, 0.6), 8, 2, 0.5),
-            ((1e-6,) * 3, 3, 3, 1 - 2e-6),
-        ],
-    )
-    def test_remainder_and_count_by_hand(self, chances, steps, count, remainder):
-        y, record = self.halting(chances, steps)
-        assert record["steps"].item() == count
-        assert record["ponder"].item() == pytest.approx(count + remainder)
-        assert record["penalty"].item() == pytest.approx(count + remainder)
-        assert y == pytest.approx(1.0)  # the state is 1 in every step, so the weights sum to 1
-
-    def test_the_gradient_of_the_cost(self):
-        """As finite differences have it, with the number of steps taken as constant."""
-        made, x = stack(stack="act(steps=6)", attention="linear"), data().requires_grad_()
-        record = {"penalty": None}
-        made(x, record=record)
-        bias = torch.autograd.grad(record["penalty"], made.run.bias)[0]
-        # Finite differences, small enough that no token takes another number of steps.
-        eps, costs = 1e-6, []
-        for sign in (1, -1):
-            other = copy.deepcopy(made)
-            with torch.no_grad():
-                other.run.bias += sign * eps
-            record = {}
-            other(x, record=record)
-            costs.append(record["penalty"])
-        torch.testing.assert_close((costs[0] - costs[1]) / (2 * eps), bias, rtol=1e-5, atol=1e-7)
-
-    def test_a_sure_halt_is_one_step(self):
-        made, x = stack(depth=1, stack="act(steps=5)", attention="softmax"), data()
-        with torch.no_grad():
-            made.run.halt.zero_()
-            made.run.bias.fill_(9.0)
-        one = stack(depth=1, stack="universal(steps=1)", attention="softmax")
-        one.load_state_dict({k: v for k, v in made.state_dict().items() if not k.startswith("run.")})
-        y, record = pondered(made, x)
-        torch.testing.assert_close(y, one(x)[0], rtol=1e-12, atol=1e-12)
-        assert (record["steps"] == 1).all()
-
     def test_halted_tokens_keep_their_state(self):
         made, x = stack(depth=1, stack="act(steps=5, threshold=0.3)", attention="linear"), data(11, batch=3)
         read = []
@@ -201,22 +103,6 @@ class Twice(nn.Module):
 
 
 class TestReversible:
-    @pytest.mark.parametrize("attention", [*ATTENTIONS, "adaptive_span(span=7, ramp=4)"])
-    @pytest.mark.parametrize("dropout", [0.0, 0.3])
-    def test_gradients_are_those_of_autograd(self, attention, dropout):
-        made = stack(depth=3, stack="reversible", attention=attention, dropout=dropout).train()
-        x = data().requires_grad_()
-        found = []
-        for run in (lambda x: made(x)[0], Twice(made)):
-            torch.manual_seed(3)
-            y = run(x)
-            after = torch.get_rng_state()
-            found.append((y, after, grads(made, y, x)))
-            assert torch.equal(after, torch.get_rng_state())  # the backward draws no random numbers
-        assert torch.equal(found[0][1], found[1][1])
-        torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-12, atol=1e-12)
-        same(found[0][2], found[1][2], 1e-10)
-
     def test_penalties_have_gradients(self):
         made = stack(depth=2, stack="reversible", attention="adaptive_span(span=7, ramp=4)").train()
         x, costs = data().requires_grad_(), []
@@ -228,13 +114,6 @@ class TestReversible:
                 torch.autograd.grad(y.sum() + 3 * record["penalty"], list(made.parameters()), allow_unused=True)
             )
         same(*costs, 1e-10)
-
-    def test_masks_and_documents(self):
-        made, x = stack(stack="reversible", attention="softmax").train(), data()
-        segments = torch.tensor([[0] * 6 + [1] * 7] * 2)
-        y = made(x.clone().requires_grad_(), segments=segments)[0]
-        parts = [made(part.clone().requires_grad_())[0] for part in (x[:, :6], x[:, 6:])]
-        torch.testing.assert_close(y, torch.cat(parts, 1), rtol=1e-10, atol=1e-10)
 
     def test_nothing_is_kept_for_the_backward(self):
         """However deep, the graph keeps the two streams at the end and the weights."""
@@ -305,10 +184,5 @@ def test_decoders_step_by_step():
         model = Decoder(DecoderConfig(**SMALL, vocab=11, positions="none", stack=kind)).double().eval()
         tokens = torch.randint(0, 11, (2, 9), generator=torch.Generator().manual_seed(0))
         whole, _ = model(tokens)
-        state = model.init_state(2)
-        assert isinstance(state.layers, UniversalState) == kind.startswith(("universal", "act"))
-        parts = []
-        for token in tokens.split(1, 1):
-            y, state = model(token, state)
-            parts.append(y)
-        torch.testing.assert_close(upcast_half(torch.cat(parts, 1)), whole, rtol=1e-9, atol=1e-9)
+        assert isinstance(model.init_state(2).layers, UniversalState) == kind.startswith(("universal", "act"))
+        torch.testing.assert_close(in_parts(model, tokens, 1)[0], whole, rtol=1e-9, atol=1e-9)

@@ -11,13 +11,9 @@ from longspan.modules.init import time_steps
 from longspan.modules.norms import HeadNorm, norm
 from longspan.modules.rotary import rotate
 from longspan.modules.short_conv import ShortConvolution
-from longspan.modules.sinusoidal import sinusoid
 from longspan.ops.backends import watch
 from longspan.ops.tensors import merge, positions, split, unit, visible
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from support.tensors import data as randn
 
 
 class TestPositions:
@@ -50,44 +46,6 @@ class TestPositions:
     def test_no_tokens(self):
         at, end = positions(self.x[:, :0], torch.tensor([3, 4]), segments=torch.zeros(2, 0, dtype=torch.long))
         assert (at.shape, end.tolist()) == ((2, 0), [3, 4])
-
-
-class TestRotary:
-    def test_products_depend_on_the_distance_only(self):
-        q, k = randn(1, 1, 1, 8), randn(1, 1, 1, 8, seed=1)
-        at = lambda x, p: rotate(x, torch.tensor([[p]]), 100.0)  # noqa: E731
-        near = (at(q, 3) * at(k, 1)).sum()
-        torch.testing.assert_close((at(q, 1003) * at(k, 1001)).sum(), near, atol=1e-10, rtol=0)
-        assert abs((at(q, 4) * at(k, 1)).sum() - near) > 1e-3
-
-    def test_keeps_norms_and_position_zero(self):
-        x = randn(2, 3, 5, 8)
-        at = torch.arange(5).expand(2, -1)
-        turned = rotate(x, at, 10000.0)
-        torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
-        torch.testing.assert_close(turned[:, :, 0], x[:, :, 0])
-
-    def test_pairs_turn_by_their_own_rates(self):
-        """Pair j, channels j and j + D/2, turns by position * base^(-2j/D): (1, 0) becomes (cos, sin)."""
-        x = torch.zeros(1, 1, 1, 4, dtype=torch.float64)
-        x[..., 1] = 1
-        turned = rotate(x, torch.tensor([[3]]), 100.0).flatten()
-        angle = torch.tensor(3 * 100.0 ** (-2 / 4), dtype=torch.float64)
-        torch.testing.assert_close(turned, torch.stack([angle * 0, angle.cos(), angle * 0, angle.sin()]))
-
-
-class TestSinusoid:
-    @pytest.mark.parametrize("dim", [6, 7])
-    def test_values(self, dim):
-        at = torch.tensor([[0, 5]])
-        table = sinusoid(at, dim, torch.float64)
-        assert table.shape == (1, 2, dim)
-        assert table[0, 0, 0::2].eq(0).all()
-        assert table[0, 1, 3].item() == pytest.approx(torch.tensor(5 * 10000 ** (-2 / dim)).cos().item())
-
-    def test_norm_is_half_the_width(self):
-        table = sinusoid(torch.arange(50)[None], 8, torch.float64)
-        torch.testing.assert_close(table.square().sum(-1), torch.full((1, 50), 4.0, dtype=torch.float64))
 
 
 def test_split_and_merge():
@@ -146,26 +104,12 @@ class TestShortConvolution:
         y, state = layer(torch.tensor([[[5.0]]]), state)
         assert (y.item(), state.flatten().tolist()) == (345, [4, 5])
 
-    @pytest.mark.parametrize("n", [1, 2, 13])
-    def test_is_torchs_own(self, convolution, n):
-        x = randn(2, n, 3)
-        expected = F.conv1d(F.pad(x.mT, (3, 0)), convolution.weight[:, None], groups=3).mT
-        torch.testing.assert_close(convolution(x)[0], expected)
-
     def test_starts_as_torchs_own(self):
         torch.manual_seed(0)
         ours = ShortConvolution(500, 4).weight
         theirs = torch.nn.Conv1d(500, 500, 4, groups=500).weight
         assert ours.abs().max() <= 0.5
         assert ours.std().item() == pytest.approx(theirs.std().item(), rel=0.05)
-
-    def test_the_state_is_a_value(self, convolution):
-        x, state = randn(2, 5, 3), randn(2, 3, 3, seed=1)
-        copy = state.clone()
-        _, after = convolution(x, state)
-        assert torch.equal(state, copy)
-        # Not a view, which would keep a whole prompt in memory.
-        assert after.untyped_storage().nbytes() == after.nbytes
 
     def test_widths_that_reach_nothing_are_refused(self):
         with pytest.raises(ValueError, match="width=1 must be at least 2"):
@@ -239,18 +183,6 @@ def test_angles_of_half_precision_are_those_of_single_precision():
     exact = rotate(x.bfloat16().double(), at, 10000.0)
     error = (rotate(x.bfloat16(), at, 10000.0).double() - exact).abs().max()
     assert error < 4 * torch.finfo(torch.bfloat16).eps * x.abs().max()
-
-
-def test_weights_of_a_head_norm():
-    """One for each channel where the kind has weights, and they begin as 1."""
-    assert [name for name, _ in HeadNorm(6, kind="group").named_parameters()] == []
-    module, x = HeadNorm(6, kind="rms").double(), randn(2, 3, 5, 6)
-    assert module.weight is not None
-    assert torch.equal(module.weight, torch.ones(6, dtype=torch.float64))
-    before = module(x)
-    with torch.no_grad():
-        module.weight.copy_(torch.arange(6.0))
-    torch.testing.assert_close(module(x), before * torch.arange(6.0))
 
 
 def test_time_steps_are_log_uniform():

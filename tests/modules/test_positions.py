@@ -11,6 +11,7 @@ from longspan import Decoder, DecoderConfig, Encoder, EncoderConfig, Seq2Seq, Se
 from longspan.modules import positions
 from longspan.modules.rotary import rotate
 from longspan.modules.sinusoidal import sinusoid
+from support.mechanisms import in_parts
 from support.tensors import data
 
 SMALL = {"dim": 16, "depth": 2, "heads": 2, "feedforward": 12, "vocab": 7, "length": 20}
@@ -196,11 +197,9 @@ class TestModels:
         model = Decoder(DecoderConfig(**SMALL, attention="softmax", positions=name)).double().eval()
         whole, _ = model(TOKENS)
         for cuts in ([1] * 13, [5, 8], [12, 1]):
-            state, outputs = model.init_state(2), []
-            for part in TOKENS.split(cuts, 1):
-                y, state = model(part, state)
-                outputs.append(y)
-            torch.testing.assert_close(torch.cat(outputs, 1), whole, atol=1e-10, rtol=0)
+            y, state = in_parts(model, TOKENS, cuts)
+            torch.testing.assert_close(y, whole, atol=1e-10, rtol=0)
+            assert state.position.tolist() == [13, 13]
 
     def test_an_encoder_depends_on_the_order(self, name):
         torch.manual_seed(0)

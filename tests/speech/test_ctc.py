@@ -115,14 +115,6 @@ def test_a_beam_forgets_what_is_settled_and_waits_for_nothing_long():
 # Error rates
 
 
-@pytest.mark.parametrize(
-    ("found", "true", "count"),
-    [("", "", 0), ("abc", "", 3), ("", "ab", 2), ("abc", "abc", 0), ("kitten", "sitting", 3), ("ab", "ba", 2)],
-)
-def test_edits(found, true, count):
-    assert errors.edits(found, true) == errors.edits(true, found) == count
-
-
 def test_edits_are_the_fewest_there_are():
     """Against the recursion of the definition."""
 

@@ -1,11 +1,10 @@
 """Transcribers: streaming is the whole file for any cut, padding is nothing, and they are kept as checkpoints."""
 
-import numpy as np
 import pytest
 import torch
 
 from longspan.models import checkpoint
-from longspan.models.transcriber import Front, Transcriber, TranscriberState
+from longspan.models.transcriber import Front, Transcriber
 from recordings import config, transcriber
 
 # Every family that has a state, with positions that go on.
@@ -113,30 +112,6 @@ def test_a_transcriber_is_a_checkpoint(tmp_path, causal):
     assert torch.equal(again(frames(20))[0], model(frames(20))[0])
 
 
-def test_it_learns_to_tell_what_it_hears():
-    """Three sounds, each a channel, in any order: after some steps the labels are right."""
-    torch.manual_seed(0)
-    model = Transcriber(config(labels="x y z", features=3, dim=16, feedforward=32, stride=1, context=2, causal=True))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    random = np.random.default_rng(0)
-
-    def draw() -> tuple[torch.Tensor, list[list[int]]]:
-        targets = random.integers(1, 4, (8, 3)).tolist()
-        sounds = torch.zeros(8, 20, 3)
-        for row, target in zip(sounds, targets, strict=True):
-            for i, label in enumerate(target):
-                row[2 + 6 * i : 5 + 6 * i, label - 1] = 3.0
-        return sounds, targets
-
-    for _ in range(120):
-        sounds, targets = draw()
-        loss = model.loss(sounds, torch.full((8,), 20), targets)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 0.1
-
-
 MISTAKES = [
     (lambda m: m(torch.randn(2, 9, 4)), r"frames must be floating-point \(B, T, 5\), not torch.float32 \(2, 9, 4\)"),
     (lambda m: m(torch.ones(2, 9, 5, dtype=torch.long)), r"frames must be .*, not torch.int64"),
@@ -151,10 +126,6 @@ MISTAKES = [
 def test_mistakes_are_said(call, said):
     with pytest.raises(ValueError, match=said):
         call(transcriber())
-
-
-def test_a_state_is_a_value_of_tensors():
-    assert isinstance(transcriber(causal=True).init_state(3), TranscriberState)
 
 
 @pytest.mark.parametrize(

@@ -13,24 +13,24 @@ B, N, DIM, HEADS = 2, 13, 8, 2
 class Bare(nn.Module):
     """In place of a norm, which would hide what it is given."""
 
-    def forward(self, x, gate):
+    def forward(self, x, *gate):
         return x
 
 
-def seeded(spec, dim=DIM, heads=HEADS, seed=0, **options):
+def seeded(spec, dim=DIM, heads=HEADS, n=N, seed=0, **options):
     """An attention in float64 with weights from the seed, and some inputs."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = longspan.build(spec, dim, heads, **options).double()
-        return module, torch.randn(B, N, dim, dtype=torch.float64)
+        return module, torch.randn(B, n, dim, dtype=torch.float64)
 
 
 @torch.no_grad()
 def fill(module, **weights):
-    """Set parameters by name, ``__`` for a dot: a number for all entries, or what has the parameter's shape."""
+    """Set parameters and buffers by name, ``__`` for a dot: a number for all entries, or what has the shape."""
     for name, value in weights.items():
-        parameter = module.get_parameter(name.replace("__", "."))
-        parameter.copy_(torch.as_tensor(value, dtype=parameter.dtype).expand_as(parameter))
+        tensor = module.state_dict()[name.replace("__", ".")]
+        tensor.copy_(torch.as_tensor(value, dtype=tensor.dtype).expand_as(tensor))
 
 
 def tokens(*rows):
