@@ -67,7 +67,7 @@ class Found(NamedTuple):
     picked: Tensor
     """(M,), z of the target"""
     mean: Tensor
-    """(M,), of z; 0 without ``even``"""
+    """(M,), of z"""
     pulled: Tensor | None
     """(M,K), the sum of rows of the weight times p and the slope of the cap, without the target"""
     even: Tensor | None
@@ -85,7 +85,7 @@ def entropy(r: Map, target: Tensor, cap: float, *, pulled: bool, even: bool) -> 
         target: (M,) int64, 0 to N-1.
         cap: The cap of the logits; 0: no cap.
         pulled: Whether ``pulled`` is needed.
-        even: Whether ``even`` and ``mean`` are needed.
+        even: Whether ``even`` is needed, which takes half as long again; it requires ``pulled``.
     """
     library, x = kernels("quantized/entropy"), r.x.detach()
     halves = x.dtype == torch.bfloat16 and bool(library.longspan_quantized_halves())

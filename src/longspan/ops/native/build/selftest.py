@@ -251,9 +251,12 @@ def _quantized(parts: Parts) -> Comparisons:
             logits = read.x.double() @ numbers.T
             shares = logits.softmax(-1).scatter(1, target[:, None], 0.0)
             yield f"a loss with {name} of {dtype}", found.total, logits.logsumexp(-1)
-            assert found.pulled is not None and found.even is not None
-            yield f"its gradient with {name} of {dtype}", found.pulled.to(dtype), shares @ numbers
-            yield f"the sum of {name} of {dtype}", found.even.to(dtype), numbers.sum(0).expand(6, -1)
+            for part, result, right in (
+                ("gradient of", found.pulled, shares @ numbers),
+                ("sum of", found.even, numbers.sum(0).expand(6, -1)),
+            ):
+                assert result is not None
+                yield f"the {part} {name} of {dtype}", result.to(dtype), right
 
 
 COMPARISONS: dict[str, Callable[[Parts], Comparisons]] = {

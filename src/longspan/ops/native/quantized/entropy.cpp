@@ -100,13 +100,14 @@ struct Pass : Call {
         else if (even)
             for (long i = 0; i < padded; ++i) level[i] = 1.0f;
         for (long i = count; i < padded; ++i) logits[i] = LOWEST;
-        vec most = splat(own.largest);
+        vec most = splat(own.largest), all{};
         for (long i = 0; i < padded; i += W) {
             const vec z = load(logits + i);
             most = pick(z > most, z, most);
+            if (i + W <= count) all += z;
         }
-        if (even)
-            for (long i = 0; i < count; ++i) own.sum += logits[i];
+        own.sum += sum(all);
+        for (long i = count / W * W; i < count; ++i) own.sum += logits[i];
         float largest = own.largest;
         for (long i = 0; i < W; ++i) largest = most[i] > largest ? most[i] : largest;
         if (largest > own.largest) {
@@ -209,7 +210,7 @@ extern "C" int longspan_quantized_halves() {
 }
 
 // x (M, K), contiguous, float, or bfloat16 if ``halves``; bias (N) or null; target (M), 0 to N-1. out (M, 3): the logarithm of
-// the sum of e^logits, the logit of the target, the mean of the logits, which is 0 without ``even``. pulled (M, K), zeros or
+// the sum of e^logits, the logit of the target, the mean of the logits. pulled (M, K), zeros or
 // null, becomes the sum of rows of the weight times their probabilities, without the target; even, zeros or null, that of all rows
 // of the weight; both times the slope of the cap. sizes: M, K, N, format. Returns 0, or 1 if memory runs out.
 extern "C" int longspan_quantized_entropy(const void* x, const std::uint8_t* quants, const std::uint8_t* scales,
