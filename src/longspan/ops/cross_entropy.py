@@ -51,6 +51,11 @@ def linear_cross_entropy(
     gradients are computed in the forward pass, and are there for one backward pass; with ``none`` the backward pass
     computes the logits again.
 
+    CPU kernels read a weight in blocks once for the loss and the gradient, a few rows at a time, and hold no logits.
+    With bfloat16 inputs and a processor that multiplies bfloat16, products are sums in float32 of products of
+    bfloat16 numbers; the loss and the gradient are then off by about 0.3 % of their norms, 0.8 % at most in the tests.
+    A trained bias, ``torch.compile`` and float64 take the form above.
+
     With $z = \operatorname{cap} \tanh((W h + b) / \operatorname{cap})$, or $z = W h + b$ without a cap, and
     $l = \log \sum_v e^{z_v}$, the loss of a position is
 
