@@ -2,7 +2,8 @@
 
     python examples/finetune_cost.py
     python examples/finetune_cost.py --model ./Qwen3.5-0.8B --rounds 3
-    python examples/finetune_cost.py --width 512 --vocabulary 248320 --weights int8 --plain-dtype bfloat16
+    python examples/finetune_cost.py --width 512 --vocabulary 248320 --weights int8 --precision bf16 \\
+        --plain-dtype bfloat16
 
 Without ``--model`` it builds a Qwen3.5 with random weights. The sequences are beginnings of modules of Python's
 standard library, as bytes. longspan packs them into rows. The plain loop pads them, because recurrent layers of
@@ -43,6 +44,9 @@ parser.add_argument(
 parser.add_argument("--checkpointing", action="store_true", help="both store the inputs of blocks alone")
 parser.add_argument(
     "--weights", default="", help="int8 | int4, to which longspan rounds the frozen weights; default: none"
+)
+parser.add_argument(
+    "--precision", choices=("32", "bf16"), default="32", help="that of longspan, as in `longspan finetune`"
 )
 parser.add_argument("--plain-dtype", default="float32", help="dtype of the plain loop's model: float32 | bfloat16")
 parser.add_argument("--turn", choices=("longspan", "plain"), help=argparse.SUPPRESS)
@@ -98,10 +102,15 @@ def longspan_step(model):
     on_cpu.accelerate(model)
     torch.manual_seed(1)
     how = finetune.FinetuneConfig(targets=args.targets, checkpointing=args.checkpointing, weights=args.weights)
-    tuned = finetune.Tuned(model, how)
+    tuned = finetune.Tuned(model, how, wide=args.precision == "32")
     data = rows(model.config.vocab_size)
     batch = data.take("train", torch.arange(data.count("train")))
-    return lambda: tuned.nats(batch) / (batch.targets >= 0).sum(), [*tuned.parameters()]
+
+    def loss():
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16"):
+            return tuned.nats(batch) / (batch.targets >= 0).sum()
+
+    return loss, [*tuned.parameters()]
 
 
 def plain_step(model):

@@ -800,7 +800,8 @@ class TestInstructionSets:
     @pytest.mark.parametrize(
         ("machine", "without", "name"),
         [
-            ("x86_64", "", "avx512_vnni"),
+            ("x86_64", "", "avx512_bf16"),
+            ("x86_64", "avx512_bf16", "avx512_vnni"),
             ("x86_64", "avx512_vnni", "avx512"),
             ("x86_64", "avx512vl", "avx2"),
             ("x86_64", "avx512f fma", "generic"),

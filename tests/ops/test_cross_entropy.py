@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import longspan
 from longspan.ops import cross_entropy
-from longspan.ops.quantized import formats, pack
+from longspan.ops.native.call import available
+from longspan.ops.quantized import formats, native, pack
 
 ROWS, LEVELS, DIM = 23, 41, 6
 OPTIONS = {
@@ -100,6 +101,57 @@ def test_a_weight_in_blocks_equals_its_numbers(reduction):
     pairs = zip(*(torch.autograd.grad(loss.sum(), leaves) for loss in (found, expected)), strict=True)
     for a, b in [(found, expected), *pairs]:
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+@pytest.mark.parametrize("format", native.FORMATS)
+def test_a_weight_in_blocks_is_read_once(format, options, dtype):
+    """Loss and gradient are those of the numbers, up to products of bfloat16 if the hidden states are bfloat16."""
+    generator = torch.Generator().manual_seed(0)
+    data = torch.randint(
+        0, 120, (LEVELS, formats.FORMATS[format].row_bytes(256)), dtype=torch.uint8, generator=generator
+    )
+    blocks = formats.Blocks(data, format, 256)
+    numbers = formats.dequantize(blocks).double()
+    hidden = (torch.randn(ROWS, 256, generator=generator) / numbers.norm(dim=1).mean()).to(dtype).requires_grad_()
+    bias, target = torch.randn(LEVELS, generator=generator), operands()[1]
+    target[target == -100] = options.get("ignore_index", -100)
+    given = options | {"activations": "float32"}
+    with longspan.ops.watch() as seen:
+        found = longspan.linear_cross_entropy(hidden, pack(blocks), target, bias.to(dtype), **given)
+    if available("quantized/entropy"):
+        assert ("the loss of a quantized output layer", "native") in [use[:2] for use in seen]
+    exact = hidden.detach().double().requires_grad_()
+    expected = whole(exact, numbers, bias.to(dtype).double(), target, **options)
+    upstream = torch.linspace(0.5, 1, expected.numel(), dtype=torch.float64).view(expected.shape)
+    pairs = [(torch.autograd.grad(a, leaf, upstream.to(a))[0]) for a, leaf in ((found, hidden), (expected, exact))]
+    for a, b in ((found, expected), pairs):
+        assert (a.double() - b).norm() <= {torch.float32: 1e-5, torch.bfloat16: 2**-7}[dtype] * b.norm()
+
+
+@pytest.mark.skipif(not available("quantized/entropy"), reason="no native kernels here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_do_not_change_the_bits_of_a_weight_in_blocks(dtype):
+    generator, threads, found = torch.Generator().manual_seed(0), torch.get_num_threads(), []
+    weight = pack(formats.quantize(torch.randn(1000, 288, generator=generator), "Q8_0"))
+    hidden = torch.randn(150, 288, generator=generator).to(dtype).requires_grad_()
+    target = torch.randint(1000, (150,), generator=generator)
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            loss = longspan.linear_cross_entropy(
+                hidden, weight, target, label_smoothing=0.1, softcap=9.0, reduction="none"
+            )
+            found.append((loss, *torch.autograd.grad(loss.sum(), hidden)))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+    # Neither do other rows.
+    alone = longspan.linear_cross_entropy(
+        hidden[70:71], weight, target[70:71], label_smoothing=0.1, softcap=9.0, reduction="none"
+    )
+    assert alone.equal(found[0][0][70:71])
 
 
 def test_it_never_holds_the_logits():

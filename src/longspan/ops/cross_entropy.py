@@ -10,11 +10,14 @@ from torch.autograd.function import once_differentiable
 
 from .._utils.spec import known
 from .arguments import describe
-from .quantized import check_packed, multiply
+from .backends import choose_backend
+from .native.call import available
+from .quantized import check_packed, multiply, native
 from .quantized.composed import transposed
 from .quantized.operands import ACTIVATIONS, Map
-from .quantized.packing import Packed
+from .quantized.packing import Packed, select
 
+SERVED = ("reference", "torch", "native")
 CHUNK = 2**24  # logits that are in memory at a time: 64 MiB in float32
 
 
@@ -47,6 +50,11 @@ def linear_cross_entropy(
     logits of 512 positions and their gradient take 1 GiB. Ignored positions take no time. With ``mean`` and ``sum`` the
     gradients are computed in the forward pass, and are there for one backward pass; with ``none`` the backward pass
     computes the logits again.
+
+    CPU kernels read a weight in blocks once for the loss and the gradient, a few rows at a time, and hold no logits.
+    With bfloat16 inputs and a processor that multiplies bfloat16, products are sums in float32 of products of
+    bfloat16 numbers; the loss and the gradient are then off by about 0.3 % of their norms, 0.8 % at most in the tests.
+    A trained bias, ``torch.compile`` and float64 take the form above.
 
     With $z = \operatorname{cap} \tanh((W h + b) / \operatorname{cap})$, or $z = W h + b$ without a cap, and
     $l = \log \sum_v e^{z_v}$, the loss of a position is
@@ -228,6 +236,32 @@ class _Gradients:
         return self.hidden, weight, bias
 
 
+def _in_one_pass(r: Map, target: Tensor, options: _Options, grows: bool) -> tuple[Tensor, Tensor | None]:
+    """The losses (R,) by kernels that read a weight in blocks once, and their gradients (R,D) if ``grows``."""
+    smooth, cap, levels = options.label_smoothing, options.softcap or 0.0, r.outputs
+    found = native.entropy(r, target, cap, pulled=grows, even=grows and smooth > 0)
+    loss = found.total - (1 - smooth) * found.picked - smooth * found.mean + options.z_loss * found.total.square()
+    if found.pulled is None:
+        return loss, None
+    # By each logit the loss grows by a p, less s / V, and less 1 - s for that of the target.
+    a = 1 + 2 * options.z_loss * found.total
+    slope = a * (found.picked - found.total).exp() - (1 - smooth)
+    slope = slope * (1 - (found.picked / cap).square()) if cap else slope
+    grad = found.pulled.mul_(a[:, None]).addcmul_(select(r.weight, target), slope[:, None])
+    grad = grad if found.even is None else grad.sub_(found.even, alpha=smooth / levels)
+    return loss, grad
+
+
+def _one_pass_serves(r: Map, trains_bias: bool) -> bool:
+    """Return whether kernels compute the loss in one pass over a weight in blocks."""
+    if torch.compiler.is_compiling():
+        return False
+    reason = native.why_not(r) or ("" if available("quantized/entropy") else "they could not be compiled")
+    # It would be a sum over all rows, of exponentials whose total is not known before the end.
+    reason = "they have no gradient of a bias" if trains_bias else reason
+    return choose_backend("the loss of a quantized output layer", SERVED, {"native": reason}) == "native"
+
+
 class _Loss(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -235,17 +269,25 @@ class _Loss(torch.autograd.Function):
     ) -> Tensor:
         ctx.options, whole = options, options.reduction == "none"
         loss = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        count = (target != options.ignore_index).sum().to(loss.dtype)
+        factor = count.reciprocal() if options.reduction == "mean" else torch.ones_like(count)
+        if options.packed is not None:
+            r = Map(hidden, bias, *options.packed, options.activations)
+            if _one_pass_serves(r, ctx.needs_input_grad[2]):
+                loss, grad = _in_one_pass(r, target, options, grows=ctx.needs_input_grad[0])
+                grad = grad if grad is None or whole else grad.mul_(factor)
+                ctx.computed = True
+                ctx.save_for_backward(None if grad is None else grad.to(hidden.dtype), None, None)
+                return loss if whole else loss.sum() * factor
         # Of one number, the gradients need no second look at the logits.
         grows = any(ctx.needs_input_grad[:3]) and not whole
         found = _Gradients(hidden, weight, bias, ctx.needs_input_grad, options.packed) if grows else None
-        count = (target != options.ignore_index).sum().to(loss.dtype)
-        factor = count.reciprocal() if options.reduction == "mean" else torch.ones_like(count)
         for part in _chunks(len(hidden), _levels(weight, ctx.options)):
             terms = _terms(hidden[part], weight, bias, target[part], options)
             loss[part] = terms.loss
             if found:
                 found.add(part, terms.gradient(factor, options), hidden, weight)
-        ctx.reduced = not whole
+        ctx.computed = not whole
         if found:
             ctx.save_for_backward(*found.all(hidden))
         else:
@@ -257,7 +299,8 @@ class _Loss(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (one gradient for each output)
         ctx: Any, grad: Tensor
     ) -> tuple[Tensor | None, ...]:
-        if ctx.reduced:
+        if ctx.computed:
+            grad = grad[:, None] if grad.dim() else grad
             # In place: the gradient of a large output layer should be there once.
             scaled = torch.mul if torch.compiler.is_compiling() else Tensor.mul_
             return *(None if t is None else scaled(t, grad.to(t.dtype)) for t in ctx.saved_tensors), None, None

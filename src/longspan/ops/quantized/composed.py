@@ -24,6 +24,14 @@ def rounded(x: Tensor, activations: str) -> tuple[Tensor, Tensor]:
     return q.flatten(-2), scale.expand_as(q).flatten(-2)
 
 
+def rounded_values(x: Tensor, activations: str) -> Tensor:
+    """The numbers (...,K) that products read in place of activations (...,K) of a wide dtype."""
+    if not ACTIVATIONS[activations]:
+        return x
+    q, scale = rounded(x, activations)
+    return q * scale
+
+
 def reference(r: Map) -> Tensor:
     """The definition: float64 products of rounded activations with the dequantized weight."""
     x, weight = upcast_half(r.x), rows(r.weight, 0, r.outputs).double()
@@ -40,9 +48,8 @@ def attend(r: Map) -> Tensor:
     """Products with a few dequantized rows of the weight at a time, in x's dtype, float32 at least."""
     x = upcast_half(r.x)
     if ACTIVATIONS[r.activations]:
-        q, scale = rounded(x.detach(), r.activations)
         # The gradient passes the rounding as if there were none.
-        x = x + (q * scale - x.detach())
+        x = x + (rounded_values(x.detach(), r.activations) - x.detach())
     y = torch.cat([x @ part.to(x.dtype).mT for _, part in parts(r.weight)], -1)
     return (y if r.bias is None else y + r.bias).to(r.x.dtype)
 

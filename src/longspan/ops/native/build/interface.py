@@ -100,6 +100,10 @@ FAMILIES: dict[str, dict[str, Functions]] = {
             "longspan_quantized_forward": (INT, (*[POINTER] * 7, INT)),
             "longspan_quantized_rows": (INT, (*[POINTER] * 5, INT)),
         },
+        "entropy": {
+            "longspan_quantized_entropy": (INT, (*[POINTER] * 10, FLOAT, INT, INT)),
+            "longspan_quantized_halves": (INT, ()),
+        },
     },
     "decode": {
         "step": {

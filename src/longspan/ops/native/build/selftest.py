@@ -225,6 +225,7 @@ def _quantized(parts: Parts) -> Comparisons:
     """Every format and kind of activations, on sizes that use several threads."""
     from ...backends import backend
     from ...quantized import formats, native, operands, pack, quantized_linear
+    from ...quantized.packing import rows
 
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(6, 512, generator=generator)
@@ -233,12 +234,29 @@ def _quantized(parts: Parts) -> Comparisons:
         width = formats.FORMATS[name].row_bytes(512)
         data = torch.randint(0, 120, (37, width), dtype=torch.uint8, generator=generator)
         weight = pack(formats.Blocks(data, name, 512))
-        for activations in operands.ACTIVATIONS:
+        for activations in operands.ACTIVATIONS if "forward" in parts else ():
             results = []
             for chosen in ("native", "reference"):
                 with backend(chosen):
                     results.append(quantized_linear(x, weight, activations=activations))
             yield f"a product with {name} and {activations} activations", results[0], results[1].double()
+        if "entropy" not in parts:
+            continue
+        # Small logits, so that many tokens have a share.
+        numbers, target = rows(weight, 0, 37).double(), torch.arange(6)
+        x = x / numbers.norm() * 6
+        for dtype in (torch.float32, torch.bfloat16):
+            read = operands.Map(x.to(dtype), None, *weight, "float32")
+            found = native.entropy(read, target, 0.0, pulled=True, even=True)
+            logits = read.x.double() @ numbers.T
+            shares = logits.softmax(-1).scatter(1, target[:, None], 0.0)
+            yield f"a loss with {name} of {dtype}", found.total, logits.logsumexp(-1)
+            for part, result, right in (
+                ("gradient of", found.pulled, shares @ numbers),
+                ("sum of", found.even, numbers.sum(0).expand(6, -1)),
+            ):
+                assert result is not None
+                yield f"the {part} {name} of {dtype}", result.to(dtype), right
 
 
 COMPARISONS: dict[str, Callable[[Parts], Comparisons]] = {

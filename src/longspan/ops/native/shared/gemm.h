@@ -17,9 +17,24 @@ constexpr int COLUMNS = 4;
 constexpr int tile_rows(int columns) { return columns >= 3 ? 6 : 8; }
 #endif
 
+// sum + a b, where a tells how their bits are read.
+inline vec plus_product(vec sum, vec a, vec b, float) { return sum + a * b; }
+
+#if defined(__AVX512BF16__)
+// Two adjacent numbers of a sum in bfloat16. A product of pairs is the sum of two products, in float.
+struct pair {
+    std::uint32_t bits;
+};
+inline vec load(const pair* p) { return load(reinterpret_cast<const float*>(p)); }
+inline vec splat(pair x) { return (vec)_mm512_set1_epi32(static_cast<int>(x.bits)); }
+inline vec plus_product(vec sum, vec a, vec b, pair) {
+    return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+#endif
+
 // c[i, :] (+)= sum_p a(i, p) b[p, :] for ROWS rows and NV vectors of columns; a(i, p) = a[i * ai + p * ap].
-template <int ROWS, int NV, bool ADD, class B>
-LONGSPAN_INLINE void tile(long depth, const float* a, long ai, long ap, const B* b, long bp, float* c, long ci) {
+template <int ROWS, int NV, bool ADD, class A, class B>
+LONGSPAN_INLINE void tile(long depth, const A* a, long ai, long ap, const B* b, long bp, float* c, long ci) {
     vec acc[ROWS][NV];
     for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < NV; ++j) acc[i][j] = ADD ? load(c + i * ci + j * W) : vec{};
@@ -28,15 +43,15 @@ LONGSPAN_INLINE void tile(long depth, const float* a, long ai, long ap, const B*
         for (int j = 0; j < NV; ++j) x[j] = load(b + p * bp + j * W);
         for (int i = 0; i < ROWS; ++i) {
             const vec y = splat(a[i * ai + p * ap]);
-            for (int j = 0; j < NV; ++j) acc[i][j] += y * x[j];
+            for (int j = 0; j < NV; ++j) acc[i][j] = plus_product(acc[i][j], y, x[j], A{});
         }
     }
     for (int i = 0; i < ROWS; ++i)
         for (int j = 0; j < NV; ++j) store(c + i * ci + j * W, acc[i][j]);
 }
 
-template <int ROWS, int NV, bool ADD, class B>
-void last_rows(long rows, long depth, const float* a, long ai, long ap, const B* b, long bp, float* c, long ci) {
+template <int ROWS, int NV, bool ADD, class A, class B>
+void last_rows(long rows, long depth, const A* a, long ai, long ap, const B* b, long bp, float* c, long ci) {
     if constexpr (ROWS > 0) {
         if (rows == ROWS)
             tile<ROWS, NV, ADD>(depth, a, ai, ap, b, bp, c, ci);
@@ -45,17 +60,17 @@ void last_rows(long rows, long depth, const float* a, long ai, long ap, const B*
     }
 }
 
-template <int NV, bool ADD, class B>
-void columns(long rows, long depth, const float* a, long ai, long ap, const B* b, long bp, float* c, long ci) {
+template <int NV, bool ADD, class A, class B>
+void columns(long rows, long depth, const A* a, long ai, long ap, const B* b, long bp, float* c, long ci) {
     constexpr int ROWS = tile_rows(NV);
     long i = 0;
     for (; i + ROWS <= rows; i += ROWS) tile<ROWS, NV, ADD>(depth, a + i * ai, ai, ap, b, bp, c + i * ci, ci);
     last_rows<ROWS - 1, NV, ADD>(rows - i, depth, a + i * ai, ai, ap, b, bp, c + i * ci, ci);
 }
 
-template <int NV, bool ADD>
-void last_columns(long count, long rows, long depth, const float* a, long ai, long ap, const float* b, long bp,
-                  float* c, long ci) {
+template <int NV, bool ADD, class A>
+void last_columns(long count, long rows, long depth, const A* a, long ai, long ap, const A* b, long bp, float* c,
+                  long ci) {
     if constexpr (NV > 0) {
         if (count == NV)
             columns<NV, ADD>(rows, depth, a, ai, ap, b, bp, c, ci);
@@ -65,9 +80,8 @@ void last_columns(long count, long rows, long depth, const float* a, long ai, lo
 }
 
 // c (rows, width) (+)= a (rows, depth) b (depth, width); width is a multiple of W. b's and c's rows lie bp and ci apart.
-template <bool ADD>
-void gemm(long rows, long width, long depth, const float* a, long ai, long ap, const float* b, long bp, float* c,
-          long ci) {
+template <bool ADD, class A>
+void gemm(long rows, long width, long depth, const A* a, long ai, long ap, const A* b, long bp, float* c, long ci) {
     long j = 0;
     for (; j + COLUMNS * W <= width; j += COLUMNS * W)
         columns<COLUMNS, ADD>(rows, depth, a, ai, ap, b + j, bp, c + j, ci);
