@@ -341,8 +341,11 @@ def _typed(plan: Plan, weight: Tensor) -> Tensor:
 def _experts(plan: Plan, m: Any, count: int) -> Iterator[list[decode.Linear]]:
     """Yield the maps of each expert."""
     if isinstance(m, Experts):
-        for three in zip(m.gate, m.up, m.down, strict=True):
-            yield [native_mixers.linear_map(plan.weights, one) for one in three]
+        for e in range(count):
+            yield [
+                plan.weights.quantized(one[:3], (one.format, m.gate.activations), None, one.inputs, one.outputs)
+                for one in m.weights(e)
+            ]
         return
     for e in range(count):
         yield [plan.weights.linear([_typed(plan, t)[e]], [None]) for t in (m.gate_up_proj, m.down_proj)]
