@@ -96,6 +96,7 @@ def restore() -> None:
         one.active = False  # for code that kept a reference to the function
     replaced.clear()
     untouched.clear()
+    decoding.stepped.clear()
 
 
 def _types() -> set[str]:
