@@ -343,6 +343,7 @@ def test_rwkv7_with_gradients_or_padding_runs_in_its_layers(counted):
 def test_calls_of_rwkv7_and_of_pools_are_counted():
     from longspan.serving import Pool
 
+    on_cpu.restore()
     model, given = made("rwkv7"), tokens(3, 2)
     cache = began(model)
     steps(model, cache, given)
