@@ -41,7 +41,7 @@ MORE = {
     "rwkv7": {"hidden_size": 64, "num_hidden_layers": 3, "head_dim": 16, "vocab_size": VOCAB}
     | dict.fromkeys((f"{name}_low_rank_dim" for name in ("decay", "gate", "a", "v")), 8),
 }
-MORE["granitemoehybrid with experts"] = MORE["granitemoehybrid"] | {"num_local_experts": 5, "intermediate_size": 37}
+MORE["granitemoehybrid with experts"] = MORE["granitemoehybrid"] | {"num_local_experts": 5, "intermediate_size": 40}
 CASES = [(kind, weights) for kind in MORE for weights in ("float32", "int8", "int4")]
 TOLERANCE = {"float32": 2e-6, "int8": 2e-4, "int4": 2e-4}
 
