@@ -98,7 +98,7 @@ class Row:
             factor,
         )
 
-    def array(self, kind: type, items: list[Any]) -> int:
+    def array(self, kind: Any, items: list[Any]) -> int:
         """Return the address of structures; they live as long as this row."""
         self.arrays.append((kind * len(items))(*items))
         return ctypes.addressof(self.arrays[-1])

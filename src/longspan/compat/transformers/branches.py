@@ -118,7 +118,7 @@ def _convolve(row: Row, conv: nn.Conv1d, at: int, *, linear: bool = False) -> tu
 
 def _project(row: Row, *maps: Any) -> list[int]:
     """Project the input of the branch -> the places of the results; without an order of their own they are adjacent."""
-    parts = [list(m.maps) if isinstance(m, Reordered) else [m] for m in maps]
+    parts: list[list[Any]] = [list(m.maps) if isinstance(m, Reordered) else [m] for m in maps]
     places, found = iter(row.project(*itertools.chain(*parts))), []
     for m, own in zip(maps, parts, strict=True):
         at, *_ = itertools.islice(places, len(own))
@@ -321,7 +321,7 @@ def _mixture(plan: Plan, norm: Any, m: Mixture, factor: float = 1.0) -> None:
     row.add(decode.Project(plan.weights.linear([_typed(plan, router)], [None]), -1, logits, identity))
     row.wait()
     (*inner, out), to = m.shared, row.part(width)
-    inner = [part for one in inner for part in (one.maps if isinstance(one, Reordered) else [one])]
+    inner: list[Any] = [part for one in inner for part in (one.maps if isinstance(one, Reordered) else [one])]
     maps = [*_experts(plan, m.experts, count), [native_mixers.linear_map(plan.weights, one) for one in (*inner, out)]]
     experts = row.array(decode.Expert, [_expert(*one) for one in maps])
     # Weights of all experts are divided by their sum unless the router has an option and it is off.
