@@ -316,6 +316,8 @@ class Mixture(NamedTuple):
 def _mixture(plan: Plan, norm: Any, m: Mixture, factor: float = 1.0) -> None:
     row, router = plan.row(), m.router.weight
     count, width = router.shape
+    if m.router.top_k > count:
+        raise Unserved(f"a token uses {m.router.top_k} of {count} experts")
     logits, by = row.part(count), -1 if m.gate is None else _project(row, m.gate)[0]
     identity = decode.GATES["identity"]
     row.add(decode.Project(plan.weights.linear([_typed(plan, router)], [None]), -1, logits, identity))
