@@ -42,14 +42,6 @@ def objects(tmp_path_factory):
     return compiled(tmp_path_factory.mktemp("objects"), NEON, toolchain.SOURCES)
 
 
-@pytest.fixture(scope="module")
-def dotted(objects, tmp_path_factory):
-    """Those with the products of quantized weights by dot products, before the others, so that they report the set."""
-    sources = [source for source in objects if source.match("quantized/*.cpp")]
-    found = compiled(tmp_path_factory.mktemp("dotted"), DOTPROD, sources)
-    return found | {source: file for source, file in objects.items() if source not in found}
-
-
 def test_loops_are_of_neon(objects):
     """Fused multiply-adds of four floats."""
     for source, file in objects.items():
@@ -85,7 +77,7 @@ def recorded(monkeypatch, isa, families):
 
 def replayed(calls, objects, isa, folder):
     """What the calls return and write on the emulator."""
-    (folder / "calls.h").write_text(replays.header())
+    (folder / "calls.h").write_text(replays.header({call.name for call in calls}))
     given, written, program = (folder / name for name in ("calls", "results", "replay"))
     given.write_bytes(b"".join(call.content for call in calls))
     # Without shared libraries of that system, which are not here.
@@ -122,14 +114,13 @@ def test_values_are_those_of_this_processor(objects, tmp_path, monkeypatch):
 @pytest.mark.usefixtures("two_threads")
 @needs_emulator
 @pytest.mark.parametrize("isa", [NEON, DOTPROD], ids=lambda isa: isa.name)
-def test_products_with_quantized_weights_have_the_same_bits(isa, objects, dotted, tmp_path, monkeypatch):
+def test_products_with_quantized_weights_have_the_same_bits(isa, tmp_path, monkeypatch):
     """As with fused multiply-adds here: sums of integers are exact, and those of cells are in the same order."""
     if all(one.name != "avx2" for one in instruction_sets.usable()):
         pytest.skip("this processor has no AVX2")
+    objects = compiled(tmp_path, isa, [source for source in toolchain.SOURCES if source.match("quantized/*.cpp")])
     calls = recorded(monkeypatch, "avx2", ["quantized"])
-    for call, (result, found) in zip(
-        calls, replayed(calls, dotted if isa is DOTPROD else objects, isa, tmp_path), strict=True
-    ):
+    for call, (result, found) in zip(calls, replayed(calls, objects, isa, tmp_path), strict=True):
         assert result == call.result
         for raw, dtype, one in zip(call.after, call.dtypes, found, strict=True):
             assert torch.equal(one, replays.tensor(raw, dtype)), call.name
