@@ -14,13 +14,14 @@ INDEX = {name: i for i, (name, *_) in enumerate(FUNCTIONS)}
 C_TYPES = {POINTER: "void*", LONG: "long", INT: "int", FLOAT: "float", None: "void"}
 
 
-def header():
-    """The code of calls.h, which replay.cpp includes."""
+def header(names):
+    """The code of calls.h, which replay.cpp includes, for these functions."""
     lines = []
-    for name, result, arguments in FUNCTIONS:
+    used = [(i, function) for i, function in enumerate(FUNCTIONS) if function[0] in names]
+    for _, (name, result, arguments) in used:
         lines.append(f'extern "C" {C_TYPES[result]} {name}({", ".join(C_TYPES[one] for one in arguments)});')
     lines += ["inline std::int64_t call(std::int64_t index, const Argument* a) {", "    switch (index) {"]
-    for i, (name, result, arguments) in enumerate(FUNCTIONS):
+    for i, (name, result, arguments) in used:
         called = f"{name}({', '.join(f'a[{j}]' for j in range(len(arguments)))})"
         lines.append(f"        case {i}: " + (f"return {called};" if result else f"{called}; return 0;"))
     return "\n".join([*lines, "    }", "    (void)a;", "    std::exit(6);", "}", ""])

@@ -49,9 +49,10 @@ def test_a_step_too_long_for_the_original_code_is_measured_alone(options, monkey
     assert row[-2:] == ["- / 3", ""]
 
 
-def test_weights_of_few_bits_are_measured_in_the_engine(options, monkeypatch):
-    monkeypatch.setattr(hybrid_weights, "memory", lambda path: (2.0, 1.0))
-    *_, result = hybrids.run(dataclasses.replace(options, weights=("int8", "int4")), watch)
+@pytest.mark.parametrize("name", ["mamba2", "qwen3next"])
+def test_weights_of_few_bits_are_measured_in_the_engine(name, options, monkeypatch):
+    monkeypatch.setattr(hybrid_weights, "memory", lambda path: (2.0, 1.0, 0.5))
+    *_, result = hybrids.run(dataclasses.replace(options, models=(name,), weights=("int8", "int4")), watch)
     assert not result["refused"]
     ours = [("float32", "longspan float32")]
     ours += [(kind, f"longspan {of}") for kind in ("int8", "int4") for of in ("int16", "int8")]

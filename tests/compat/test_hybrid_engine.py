@@ -18,8 +18,13 @@ pytestmark = pytest.mark.usefixtures("restored")
 ENGINE = decoding.ENGINE
 # What a type needs so that all of its layers are those of the engine, and most of its maps can be quantized.
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+QWEN = {**WIDE, "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "num_hidden_layers": 3}
+EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_experts": 9}
 MORE = {
-    "qwen3_5": {**WIDE, "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "num_hidden_layers": 3},
+    "qwen3_5": QWEN,
+    "qwen3_5_moe": QWEN | EXPERTS,
+    "qwen3_next": QWEN | EXPERTS | {"mlp_only_layers": [1]},
+    "mamba": {"hidden_size": 64, "intermediate_size": 96, "state_size": 19, "time_step_rank": 32},
     "mamba2": {"hidden_size": 64, "num_heads": 16, "head_dim": 8, "use_conv_bias": True},
     "granitemoehybrid": {
         **WIDE,
@@ -36,7 +41,8 @@ MORE = {
     "rwkv7": {"hidden_size": 64, "num_hidden_layers": 3, "head_dim": 16, "vocab_size": VOCAB}
     | dict.fromkeys((f"{name}_low_rank_dim" for name in ("decay", "gate", "a", "v")), 8),
 }
-CASES = [(kind, weights) for kind in branches.SERVED for weights in ("float32", "int8", "int4")]
+MORE["granitemoehybrid with experts"] = MORE["granitemoehybrid"] | {"num_local_experts": 5, "intermediate_size": 40}
+CASES = [(kind, weights) for kind in MORE for weights in ("float32", "int8", "int4")]
 TOLERANCE = {"float32": 2e-6, "int8": 2e-4, "int4": 2e-4}
 
 
@@ -47,7 +53,8 @@ def _kernels():
 
 
 def made(kind, weights="float32", **more):
-    found = rwkv(**MORE[kind], **more) if kind == "rwkv7" else accelerated(kind, **{**MORE[kind], **more})
+    name, given = kind.split()[0], {**MORE[kind], **more}
+    found = rwkv(**given) if kind == "rwkv7" else accelerated(name, **given)
     if weights != "float32":
         longspan.quantize(found, weights)
     return found
@@ -73,7 +80,9 @@ def counted(monkeypatch):
 
 
 def calls(kind):
-    (found,) = (c for name, c in on_cpu.status().functions[kind].items() if name.endswith("ForCausalLM.forward"))
+    (found,) = (
+        c for name, c in on_cpu.status().functions[kind.split()[0]].items() if name.endswith("ForCausalLM.forward")
+    )
     return found
 
 
@@ -98,6 +107,10 @@ def states(cache):
     return [t for t in found if t is not None]
 
 
+def test_every_type_has_a_case():
+    assert {kind.split()[0] for kind in MORE} == {*branches.SERVED}
+
+
 @pytest.mark.parametrize(("kind", "weights"), CASES)
 @torch.no_grad()
 def test_tokens_equal_those_of_the_layers(kind, weights, counted):
@@ -118,7 +131,7 @@ def test_tokens_equal_those_of_the_layers(kind, weights, counted):
     assert far(steps(model, ours, given), steps(model, theirs, given)) < TOLERANCE[weights]
 
 
-@pytest.mark.parametrize("kind", branches.SERVED)
+@pytest.mark.parametrize("kind", MORE)
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 @torch.no_grad()
 def test_a_row_has_the_same_bits_alone(kind, weights):
@@ -132,7 +145,7 @@ def test_a_row_has_the_same_bits_alone(kind, weights):
         assert torch.equal(steps(model, one, given[row : row + 1]), found[row : row + 1])
 
 
-@pytest.mark.parametrize("kind", branches.SERVED)
+@pytest.mark.parametrize("kind", MORE)
 def test_generate_writes_what_the_layers_write(kind, counted):
     model, prompt = made(kind), tokens(2, 9)
     mask = torch.ones_like(prompt)
@@ -264,7 +277,7 @@ def test_gradients_and_tokens_out_of_range_are_those_of_the_layers():
     assert ENGINE not in calls("mamba2")
 
 
-@pytest.mark.parametrize("kind", branches.SERVED)
+@pytest.mark.parametrize("kind", MORE)
 def test_a_pool_writes_what_the_layers_write(kind, monkeypatch):
     from longspan.serving import Pool, Sampling
 
@@ -281,7 +294,7 @@ def test_a_pool_writes_what_the_layers_write(kind, monkeypatch):
             assert stream.tokens == wanted[0, prompt.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("kind", sorted({*branches.SERVED} - {"rwkv7"}))
+@pytest.mark.parametrize("kind", sorted({*MORE} - {"rwkv7"}))
 @pytest.mark.parametrize("weights", ["float32", "int8"])
 @torch.no_grad()
 def test_in_bfloat16_it_is_at_least_as_accurate(kind, weights):
@@ -324,3 +337,21 @@ def test_rwkv7_with_gradients_or_padding_runs_in_its_layers(counted):
         assert not counted
         model(given, cache=cache, attention_mask=torch.ones_like(padded))
     assert len(counted) == 1
+
+
+@torch.no_grad()
+def test_calls_of_rwkv7_and_of_pools_are_counted():
+    from longspan.serving import Pool
+
+    on_cpu.restore()
+    model, given = made("rwkv7"), tokens(3, 2)
+    cache = began(model)
+    steps(model, cache, given)
+    assert calls("rwkv7") == {ENGINE: 2}
+    with longspan.backend("torch"):
+        steps(model, cache, given)
+    assert calls("rwkv7") == {ENGINE: 2, "its layers, since another backend is forced": 2}
+    pool = Pool(made("lfm2"), slots=1, capacity=24)
+    pool.submit([1, 2, 3], max_new_tokens=4)
+    pool.run()
+    assert calls("lfm2")[ENGINE] == 3

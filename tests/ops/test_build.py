@@ -18,7 +18,7 @@ import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest.mock import Mock
+from unittest.mock import Mock, mock_open
 
 import pytest
 import torch
@@ -782,7 +782,7 @@ class TestPrebuilt:
         assert not folder.exists()
 
 
-EVERYTHING = frozenset().union(*(one.needs for one in instruction_sets.TABLE["x86_64"]))
+EVERYTHING = frozenset().union(*(one.needs for sets in instruction_sets.TABLE.values() for one in sets))
 
 
 @pytest.fixture
@@ -805,8 +805,8 @@ class TestInstructionSets:
             ("x86_64", "avx512_vnni", "avx512"),
             ("x86_64", "avx512vl", "avx2"),
             ("x86_64", "avx512f fma", "generic"),
-            ("aarch64", "", "neon"),
-            ("arm64", "", "neon"),
+            ("aarch64", "", "neon_dotprod"),
+            ("arm64", "asimddp", "neon"),
         ],
     )
     def test_the_best_that_the_processor_can_run(self, machine, without, name, processor):
@@ -829,6 +829,11 @@ class TestInstructionSets:
     @pytest.mark.skipif(sys.platform != "linux" or platform.machine() != "x86_64", reason="/proc/cpuinfo of x86-64")
     def test_features_are_those_of_the_processor(self):
         assert {"fpu", "sse2"} <= instruction_sets.features()
+
+    def test_features_of_arm64(self, monkeypatch):
+        monkeypatch.setattr("builtins.open", mock_open(read_data="processor\t: 0\nFeatures\t: fp asimd asimddp\n"))
+        monkeypatch.setattr(sys, "platform", "linux")
+        assert instruction_sets.features() == {"fp", "asimd", "asimddp"}
 
     def test_features_of_macos(self, processor, monkeypatch):
         features = "FPU SSE2 FMA MOVBE F16C AVX1.0\nBMI1 AVX2 BMI2\nLAHF LZCNT\n"

@@ -1,6 +1,7 @@
 """The stages of each mixer that the decode engine supports, on a row of activations per sequence."""
 
 import ctypes
+import math
 from collections.abc import Callable
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -57,7 +58,7 @@ class Row:
         self.weights, self.width = weights, 0
         self.stages: list[Any] = []
         self.waits: list[bool] = []
-        self.packed: Any = None  # what the branch points to
+        self.arrays: list[Any] = []  # what structures point to
 
     def part(self, width: int) -> int:
         """Return the place of a new part."""
@@ -75,28 +76,41 @@ class Row:
 
     def branch(
         self,
-        out: nn.Linear | QuantizedLinear,
+        out: nn.Linear | QuantizedLinear | None,
         mixed: int,
         before: decode.Norm,
         after: decode.Norm | None = None,
         factor: float = 1.0,
     ) -> decode.Branch:
-        """Return the branch whose output is a map of the part ``mixed``; it lives as long as this row."""
+        """Return the branch whose output is the part ``mixed``, or a map of it; it lives as long as this row."""
         stages = [
             decode.Stage(ctypes.addressof(stage), stage.kind, wait)
             for stage, wait in zip(self.stages, self.waits, strict=True)
         ]
-        self.packed = (decode.Stage * len(stages))(*stages)
         return decode.Branch(
             before,
             after or decode.Norm(),
-            linear_map(self.weights, out),
-            ctypes.addressof(self.packed),
+            decode.Linear() if out is None else linear_map(self.weights, out),
+            self.array(decode.Stage, stages),
             len(stages),
             self.width,
             mixed,
             factor,
         )
+
+    def array(self, kind: Any, items: list[Any]) -> int:
+        """Return the address of structures; they live as long as this row."""
+        self.arrays.append((kind * len(items))(*items))
+        return ctypes.addressof(self.arrays[-1])
+
+    def arrange(self, at: int, order: Tensor) -> int:
+        """Copy a part into a new one -> its place; number i of the new one is number ``order[i]`` of the part."""
+        # In runs, as long as possible.
+        ends = (order.diff() != 1).nonzero()[:, 0] + 1
+        size = math.gcd(len(order), *ends.tolist())
+        to, places = self.part(len(order)), self.weights.order(order[::size])
+        self.add(decode.Arrange(places, at, to, len(order) // size, size))
+        return to
 
     def project(
         self, *maps: nn.Linear | QuantizedLinear | None, start: int = -1, activation: str = "identity"

@@ -73,13 +73,17 @@ def rows(name: str, made: Any, weights: tuple[str, ...], rounds: int, watch: Wat
                 row = {"model": name, "weights": kind, "candidate": candidate, "batch": batch, **figure.row()}
                 found.append(row | {"tokens_per_second": batch / figure.seconds})
         for kind, file in files.items():
-            whole, decoding = memory(file)
+            whole, decoding, states = memory(file)
             found += [
-                {"model": name, "weights": kind, "candidate": what, "MB": mb, "times_file": mb * 2**20 / size}
-                for what, mb, size in (
-                    ("loading and decoding", whole, file.stat().st_size),
-                    ("decoding", decoding, file.stat().st_size),
-                )
+                {
+                    "model": name,
+                    "weights": kind,
+                    "candidate": what,
+                    "MB": mb,
+                    "times_file": mb * 2**20 / file.stat().st_size,
+                    "states_MB": states,
+                }
+                for what, mb in (("loading and decoding", whole), ("decoding", decoding))
             ]
     calls = [c for functions in on_cpu.status().functions.values() for n, c in functions.items() if "ForCausalLM" in n]
     if not calls or any(set(c) - {ENGINE} for c in calls if c):
@@ -123,17 +127,20 @@ def _llama(path: Path) -> Sampler:
     return sample
 
 
-def memory(path: Path) -> tuple[float, float]:
-    """Return MB at the peak of loading and decoding, and of decoding alone, beyond what the process has before."""
+def memory(path: Path) -> tuple[float, float, float]:
+    """Return MB at the peak of loading and decoding, of decoding alone, and of the states that it has then.
+
+    The first two are what a process has beyond its memory before. Decoding includes the prompt.
+    """
     code = f"from longspan_lab.bench import hybrid_weights; print(*hybrid_weights.weigh({str(path)!r}))"
     done = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
         raise Refused((done.stderr.strip().splitlines() or ["its process ended"])[-1])
-    whole, decoding = map(float, done.stdout.split())
-    return whole, decoding
+    whole, decoding, states = map(float, done.stdout.split())
+    return whole, decoding, states
 
 
-def weigh(path: str) -> tuple[float, float]:
+def weigh(path: str) -> tuple[float, float, float]:
     """See ``memory``; run it in a separate process."""
     # The first time imports what is needed, and fills the caches of the processor's libraries.
     _ours(gguf.load(path), 1)(1)
@@ -143,7 +150,13 @@ def weigh(path: str) -> tuple[float, float]:
     _resident()
     _ours(model, 1)(1)
     decoding = worker.status("VmHWM")
-    return max(loaded, decoding) - before, decoding - before
+    with torch.no_grad():
+        cache = model(torch.ones(1, PROMPT, dtype=torch.long), use_cache=True, logits_to_keep=1).cache
+    states = [t for layer in cache.layers for t in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    for layer in cache.layers:
+        states += [t for name in ("conv_states", "recurrent_states") for t in getattr(layer, name, {}).values()]
+    size = sum(t.nbytes for t in states if t is not None) / 2**20
+    return max(loaded, decoding) - before, decoding - before, size
 
 
 def _resident() -> float:
@@ -158,10 +171,21 @@ def _resident() -> float:
 
 def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     """The table of these rows."""
-    lines = [["model", "weights", "candidate", "1 sequence, tokens/s", "64 sequences, tokens/s", "memory / file"]]
+    lines = [
+        [
+            "model",
+            "weights",
+            "candidate",
+            "1 sequence, tokens/s",
+            "64 sequences, tokens/s",
+            "memory / file",
+            "states, MB",
+        ]
+    ]
     at = {(r["model"], r["weights"], r["candidate"], r.get("batch")): r for r in rows}
     for model, weights, candidate in dict.fromkeys(key[:3] for key in at):
         one, many, size = (at.get((model, weights, candidate, batch)) for batch in (1, 64, None))
         rates = [f"{r['tokens_per_second']:.4g}" if r else "" for r in (one, many)]
-        lines.append([model, weights, candidate, *rates, f"{size['times_file']:.2f}" if size else ""])
+        memories = [f"{size['times_file']:.2f}", f"{size['states_MB']:.2g}"] if size else ["", ""]
+        lines.append([model, weights, candidate, *rates, *memories])
     return lines

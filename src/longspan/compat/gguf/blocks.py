@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from ...modules.quantized import QuantizedEmbedding, QuantizedLinear
-from ...ops.quantized import pack
+from ...ops.quantized import multiply, pack
 from ...ops.quantized.formats import FORMATS, Blocks
+from ...ops.quantized.operands import Map
+from ...ops.quantized.packing import Packed, part
 from .architectures import Row
 
 
@@ -99,17 +101,26 @@ class Experts(nn.Module):
 
     def __init__(self, given: Sequence[Blocks], count: int, activation: Callable[[Tensor], Tensor], how: How):
         super().__init__()
-        self.activation = activation
-        self.gate, self.up, self.down = (
-            nn.ModuleList(how.map(one._replace(data=data)) for data in one.data.chunk(count)) for one in given
-        )
+        self.count, self.activation = count, activation
+        # One weight for all experts, since a module for each would be many. Their sizes are whole blocks, and so whole
+        # groups of rows.
+        self.gate, self.up, self.down = (how.map(one) for one in given)
+
+    def weights(self, expert: int) -> list[Packed]:
+        """Return the weights of an expert: gates, inner and outer map."""
+        found, (inner, outer) = [], (self.down.inputs, self.gate.inputs)
+        for m, outputs in ((self.gate, inner), (self.up, inner), (self.down, outer)):
+            begin = expert * m.outputs // self.count
+            found.append(part(m.packed, begin, begin + outputs))
+        return found
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Tokens (N,K), their experts (N,k) and the weights of those (N,k) -> (N,K)."""
-        found = torch.zeros_like(hidden_states)
+        found, activations = torch.zeros_like(hidden_states), self.gate.activations
         for expert in top_k_index.unique().tolist():
             token, place = torch.where(top_k_index == expert)
-            x = hidden_states[token]
-            y = self.down[expert](self.activation(self.gate[expert](x)) * self.up[expert](x))
+            gate, up, down = self.weights(expert)
+            g, u = (multiply(Map(hidden_states[token], None, *one, activations)) for one in (gate, up))
+            y = multiply(Map(self.activation(g) * u, None, *down, activations))
             found.index_add_(0, token, (y * top_k_weights[token, place, None]).to(found.dtype))
         return found

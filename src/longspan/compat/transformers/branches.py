@@ -1,7 +1,8 @@
 """What the layers of transformers compute for one token, as branches of the decode engine, by model type."""
 
+import itertools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from ...generation.native_mixers import Heads, Row
 from ...modules.quantized import QuantizedEmbedding, QuantizedLinear
 from ...ops.native import decode
 from ...ops.native.call import FORMATS, LARGEST, TYPES
+from ..gguf.blocks import Experts, Reordered
 from . import lazy_logits
 
 
@@ -22,8 +24,8 @@ class Sums(NamedTuple):
     layer: int
     recent: tuple[int, int]
     """channels, and inputs of each"""
-    sums: tuple[int, int, int] | None = None
-    """heads, keys and values; None for a convolution alone"""
+    sums: tuple[int, ...] | None = None
+    """heads, keys and values, or channels and states; None for a convolution alone"""
     values_first: bool = False
     """whether the cache has them (B,H,E,D), where the engine reads (B,H,D,E)"""
 
@@ -114,13 +116,52 @@ def _convolve(row: Row, conv: nn.Conv1d, at: int, *, linear: bool = False) -> tu
     return channels, taps
 
 
+def _project(row: Row, *maps: Any) -> list[int]:
+    """Project the input of the branch -> the places of the results; without an order of their own they are adjacent."""
+    parts: list[list[Any]] = [list(m.maps) if isinstance(m, Reordered) else [m] for m in maps]
+    places, found = iter(row.project(*itertools.chain(*parts))), []
+    for m, own in zip(maps, parts, strict=True):
+        at, *_ = itertools.islice(places, len(own))
+        if isinstance(m, Reordered) and m.inputs is not None:
+            raise Unserved("the inputs of a layer are in another order")
+        if isinstance(m, Reordered) and m.outputs is not None:
+            row.wait()
+            at = row.arrange(at, m.outputs)
+        found.append(at)
+    return found
+
+
+def _ended(row: Row, out: Any, mixed: int, norm: decode.Norm, factor: float = 1.0) -> decode.Branch:
+    """Return the branch that ends with a linear map of a part."""
+    if isinstance(out, Reordered):
+        if out.inputs is not None:
+            mixed = row.arrange(mixed, out.inputs)
+            row.wait()
+        (out,) = out.maps
+    return row.branch(out, mixed, norm, factor=factor)
+
+
+def _together(groups: int, *sizes: int) -> Tensor:
+    """Return the order in which the first parts of all groups come before all second parts, and so on."""
+    parts = torch.arange(groups * sum(sizes), device="cpu").view(groups, -1).split(sizes, 1)
+    return torch.cat([part.flatten() for part in parts])
+
+
 def _gated_delta_net(plan: Plan, m: Any, norm: Any) -> None:
     heads, groups, keys, values = m.num_v_heads, m.num_k_heads, m.head_k_dim, m.head_v_dim
     _check_size(keys, values)
     if m.activation not in ("silu", "swish"):
         raise Unserved(f"a convolution is followed by {m.activation}")
     row = plan.row()
-    qkv, gate, beta, decay = row.project(m.in_proj_qkv, m.in_proj_z, m.in_proj_b, m.in_proj_a)
+    if hasattr(m, "in_proj_qkvz"):
+        # What belongs to one head of keys is adjacent.
+        each, places = heads // groups, _project(row, m.in_proj_qkvz, m.in_proj_ba)
+        row.wait()
+        qkv = row.arrange(places[0], _together(groups, keys, keys, each * values, each * values))
+        beta = row.arrange(places[1], _together(groups, each, each))
+        gate, decay = qkv + 2 * groups * keys + heads * values, beta + heads
+    else:
+        qkv, gate, beta, decay = _project(row, m.in_proj_qkv, m.in_proj_z, m.in_proj_b, m.in_proj_a)
     row.wait()
     recent = _convolve(row, m.conv1d, qkv)
     row.curve("sigmoid", beta, heads)
@@ -133,7 +174,7 @@ def _gated_delta_net(plan: Plan, m: Any, norm: Any) -> None:
     row.add(decode.HeadNorm(weight, value, heads, values, values, 0, gate, silu, False, False, epsilon(m.norm)))
     row.wait()
     state = Sums(m.layer_idx, recent, (heads, keys, values))
-    plan.add(row.branch(m.out_proj, value, plan.normed(norm)), state)
+    plan.add(_ended(row, m.out_proj, value, plan.normed(norm)), state)
 
 
 def _mamba2(plan: Plan, m: Any, norm: Any, factor: float = 1.0) -> None:
@@ -142,7 +183,7 @@ def _mamba2(plan: Plan, m: Any, norm: Any, factor: float = 1.0) -> None:
     if activation(m.act) != "silu":
         raise Unserved(f"a convolution is followed by {type(m.act).__name__}")
     row = plan.row()
-    (gate,) = row.project(m.in_proj)  # gate, values, keys, queries, steps
+    (gate,) = _project(row, m.in_proj)  # gate, values, keys, queries, steps
     value, key, query, step = (
         gate + width + n for n in (0, width, width + groups * states, width + 2 * groups * states)
     )
@@ -164,13 +205,32 @@ def _mamba2(plan: Plan, m: Any, norm: Any, factor: float = 1.0) -> None:
     counts = width // group, group, group, group
     row.add(decode.HeadNorm(weight, scaled, *counts, gate, silu, gate_first, False, epsilon(m.norm)))
     row.wait()
-    branch = row.branch(m.out_proj, scaled, plan.normed(norm), factor=factor)
+    branch = _ended(row, m.out_proj, scaled, plan.normed(norm), factor)
     plan.add(branch, Sums(m.layer_idx, recent, (heads, states, size), values_first=True))
+
+
+def _mamba(plan: Plan, m: Any, norm: Any) -> None:
+    width, states, rank, row = m.intermediate_size, m.ssm_state_size, m.time_step_rank, plan.row()
+    if activation(m.act) != "silu":
+        raise Unserved(f"a convolution is followed by {type(m.act).__name__}")
+    (x,) = _project(row, m.in_proj)  # inputs, gate
+    row.wait()
+    recent = _convolve(row, m.conv1d, x)
+    row.wait()
+    (low,) = row.project(m.x_proj, start=x)  # steps, keys, queries
+    row.wait()
+    (step,) = row.project(m.dt_proj, start=low, activation="softplus")
+    row.wait()
+    rates, skip, read = -m.A_log.detach().float().exp(), m.D.detach(), row.part(width)
+    places = x, step, low + rank, low + rank + states, x + width, read
+    row.add(decode.Select(plan.weights.numbers(rates), plan.weights.numbers(skip), *places, width, states))
+    row.wait()
+    plan.add(_ended(row, m.out_proj, read, plan.normed(norm)), Sums(m.layer_idx, recent, (width, states)))
 
 
 def _short_convolution(plan: Plan, m: Any, norm: Any) -> None:
     width, row = m.conv.in_channels, plan.row()
-    (before,) = row.project(m.in_proj)
+    (before,) = _project(row, m.in_proj)
     after, x = before + width, before + 2 * width
     row.wait()
     row.gate("identity", before, x, width)
@@ -179,7 +239,7 @@ def _short_convolution(plan: Plan, m: Any, norm: Any) -> None:
     row.wait()
     row.gate("identity", after, x, width)
     row.wait()
-    plan.add(row.branch(m.out_proj, x, plan.normed(norm)), Sums(m.layer_idx, recent))
+    plan.add(_ended(row, m.out_proj, x, plan.normed(norm)), Sums(m.layer_idx, recent))
 
 
 class Attention(NamedTuple):
@@ -200,7 +260,7 @@ def _attention(plan: Plan, m: Any, norm: Any, parts: Attention, factor: float = 
     _check_size(size)
     apart = 2 * size if parts.gated else size
     heads, groups = m.q_proj.out_features // apart, m.k_proj.out_features // size
-    query, key, value = row.project(m.q_proj, m.k_proj, m.v_proj)
+    query, key, value = _project(row, m.q_proj, m.k_proj, m.v_proj)
     row.wait()
     places = (query, heads, apart), (key, groups, size)
     if parts.norms is not None:
@@ -219,7 +279,7 @@ def _attention(plan: Plan, m: Any, norm: Any, parts: Attention, factor: float = 
         row.wait()
         row.add(decode.Gate(query + size, apart, out, heads, size, decode.GATES["sigmoid"]))
     row.wait()
-    branch = row.branch(parts.out, out, plan.normed(norm), factor=factor)
+    branch = _ended(row, parts.out, out, plan.normed(norm), factor)
     plan.add(branch, Keys(m.layer_idx, groups, size))
 
 
@@ -234,11 +294,71 @@ def _network(plan: Plan, norm: Any, maps: tuple[Any, ...], act: Any, factor: flo
     """A gated feed-forward network; ``maps``: gates and values, together or apart, and the output."""
     *inner, out = maps
     row, width = plan.row(), out.in_features
-    gate = row.project(*inner)[0]
+    gate = _project(row, *inner)[0]
     row.wait()
     row.gate(activation(act), gate, gate + width, width)
     row.wait()
-    plan.add(row.branch(out, gate + width, plan.normed(norm), factor=factor))
+    plan.add(_ended(row, out, gate + width, plan.normed(norm), factor))
+
+
+class Mixture(NamedTuple):
+    """A feed-forward network of experts, of which each token uses some, and one that all tokens use."""
+
+    router: Any
+    experts: Any
+    shared: tuple[Any, ...]
+    """as the maps of ``_network``"""
+    act: Any
+    gate: Any = None
+    """the map to the factor of the shared one before its sigmoid; None is 1"""
+
+
+def _mixture(plan: Plan, norm: Any, m: Mixture, factor: float = 1.0) -> None:
+    row, router = plan.row(), m.router.weight
+    count, width = router.shape
+    if m.router.top_k > count:
+        raise Unserved(f"a token uses {m.router.top_k} of {count} experts")
+    logits, by = row.part(count), -1 if m.gate is None else _project(row, m.gate)[0]
+    identity = decode.GATES["identity"]
+    row.add(decode.Project(plan.weights.linear([_typed(plan, router)], [None]), -1, logits, identity))
+    row.wait()
+    (*inner, out), to = m.shared, row.part(width)
+    inner: list[Any] = [part for one in inner for part in (one.maps if isinstance(one, Reordered) else [one])]
+    maps = [*_experts(plan, m.experts, count), [native_mixers.linear_map(plan.weights, one) for one in (*inner, out)]]
+    experts = row.array(decode.Expert, [_expert(*one) for one in maps])
+    # Weights of all experts are divided by their sum unless the router has an option and it is off.
+    normalize = getattr(m.router, "norm_topk_prob", True)
+    act = decode.ACTIVATIONS[activation(m.act)]
+    row.add(decode.Experts(experts, logits, to, count, m.router.top_k, normalize, act, True, by))
+    row.wait()
+    plan.add(row.branch(None, to, plan.normed(norm), factor=factor))
+
+
+def _typed(plan: Plan, weight: Tensor) -> Tensor:
+    if weight.dtype != plan.weights.dtype:
+        raise Unserved(f"a weight is {weight.dtype}, and the output layer {plan.weights.dtype}")
+    return weight
+
+
+def _experts(plan: Plan, m: Any, count: int) -> Iterator[list[decode.Linear]]:
+    """Yield the maps of each expert."""
+    if isinstance(m, Experts):
+        for e in range(count):
+            yield [
+                plan.weights.quantized(one[:3], (one.format, m.gate.activations), None, one.inputs, one.outputs)
+                for one in m.weights(e)
+            ]
+        return
+    for e in range(count):
+        yield [plan.weights.linear([_typed(plan, t)[e]], [None]) for t in (m.gate_up_proj, m.down_proj)]
+
+
+def _expert(*maps: decode.Linear) -> decode.Expert:
+    gate, *values, out = maps
+    (value,) = values or [decode.Linear()]
+    if values and (gate.format, gate.activations) != (value.format, value.activations):
+        raise Unserved("the gates of experts have other blocks than the values")
+    return decode.Expert(gate, value, out)
 
 
 def _check_size(*sizes: int) -> None:
@@ -246,7 +366,7 @@ def _check_size(*sizes: int) -> None:
         raise Unserved(f"heads of more than {LARGEST} channels")
 
 
-def _qwen3_5(model: Any, plan: Plan) -> None:
+def _qwen(model: Any, plan: Plan) -> None:
     body = model.model
     for layer in body.layers:
         if layer.block_type == "linear_attention":
@@ -255,9 +375,21 @@ def _qwen3_5(model: Any, plan: Plan) -> None:
             m = layer.self_attn
             parts = Attention(m.o_proj, (m.q_norm, m.k_norm), gated=True, rotary=body.rotary_emb)
             _attention(plan, m, layer.input_layernorm, parts)
-        m = layer.mlp
-        _network(plan, layer.post_attention_layernorm, (m.gate_proj, m.up_proj, m.down_proj), m.act_fn)
+        m, norm = layer.mlp, layer.post_attention_layernorm
+        if hasattr(m, "experts"):
+            one = m.shared_expert
+            shared = one.gate_proj, one.up_proj, one.down_proj
+            _mixture(plan, norm, Mixture(m.gate, m.experts, shared, one.act_fn, m.shared_expert_gate))
+        else:
+            _network(plan, norm, (m.gate_proj, m.up_proj, m.down_proj), m.act_fn)
     plan.ends(body.embed_tokens, body.norm, model.lm_head)
+
+
+def _mamba_model(model: Any, plan: Plan) -> None:
+    body = model.backbone
+    for layer in body.layers:
+        _mamba(plan, layer.mixer, layer.norm)
+    plan.ends(body.embeddings, body.norm_f, model.lm_head)
 
 
 def _mamba2_model(model: Any, plan: Plan) -> None:
@@ -271,15 +403,18 @@ def _granite(model: Any, plan: Plan) -> None:
     body = model.model
     for layer in body.layers:
         factor = layer.residual_multiplier
-        if layer.has_experts:
-            raise Unserved("it has experts")
         if layer.mamba is not None:
             _mamba2(plan, layer.mamba, layer.input_layernorm, factor)
         else:
             m = layer.self_attn
             _attention(plan, m, layer.input_layernorm, Attention(m.o_proj, rotary=body.rotary_emb), factor)
-        m = layer.shared_mlp
-        _network(plan, layer.post_attention_layernorm, (m.input_linear, m.output_linear), m.activation, factor)
+        m, norm = layer.shared_mlp, layer.post_attention_layernorm
+        shared = m.input_linear, m.output_linear
+        if layer.has_experts:
+            moe = layer.block_sparse_moe
+            _mixture(plan, norm, Mixture(moe.router, moe.experts, shared, m.activation), factor)
+        else:
+            _network(plan, norm, shared, m.activation, factor)
     scaling = model.config.logits_scaling
     plan.ends(body.embed_tokens, body.norm, model.lm_head, body.embedding_multiplier, 1 / scaling)
 
@@ -365,17 +500,39 @@ def _named(prefix: str, names: str, *others: str) -> tuple[str, ...]:
 
 SERVED = {
     "qwen3_5": Served(
-        _qwen3_5,
+        _qwen,
         _named(
             "Qwen3_5", "TextModel RMSNorm DecoderLayer TextRotaryEmbedding GatedDeltaNet RMSNormGated Attention MLP"
         ),
     ),
+    "qwen3_5_moe": Served(
+        _qwen,
+        _named(
+            "Qwen3_5Moe",
+            "TextModel RMSNorm DecoderLayer TextRotaryEmbedding GatedDeltaNet RMSNormGated Attention MLP "
+            "SparseMoeBlock TopKRouter Experts",
+        ),
+        "MoeCausalLMOutputWithPast",
+    ),
+    "qwen3_next": Served(
+        _qwen,
+        _named(
+            "Qwen3Next",
+            "Model RMSNorm DecoderLayer RotaryEmbedding GatedDeltaNet RMSNormGated Attention MLP "
+            "SparseMoeBlock TopKRouter Experts",
+        ),
+        "MoeCausalLMOutputWithPast",
+    ),
+    "mamba": Served(_mamba_model, _named("Mamba", "Model RMSNorm Block Mixer"), "MambaCausalLMOutput", True),
     "mamba2": Served(
         _mamba2_model, _named("Mamba2", "Model RMSNorm Block Mixer", "MambaRMSNormGated"), "Mamba2CausalLMOutput", True
     ),
     "granitemoehybrid": Served(
         _granite,
-        _named("GraniteMoeHybrid", "Model RMSNorm DecoderLayer RotaryEmbedding Attention MambaLayer RMSNormGated MLP"),
+        _named(
+            "GraniteMoeHybrid",
+            "Model RMSNorm DecoderLayer RotaryEmbedding Attention MambaLayer RMSNormGated MLP MoE TopKRouter Experts",
+        ),
         "MoeCausalLMOutputWithPast",
     ),
     "rwkv7": Served(
@@ -386,7 +543,7 @@ SERVED = {
     "lfm2": Served(_lfm2, _named("Lfm2", "Model RMSNorm DecoderLayer RotaryEmbedding Attention ShortConv MLP")),
 }
 """by the model type in transformers"""
-ZERO_CENTERED = {"Qwen3_5RMSNorm"}
+ZERO_CENTERED = {"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm"}
 """norms whose weight is the difference to 1"""
 STATIC = ("default", "linear", "llama3")
 """types of rotary positions whose angles do not depend on the length"""
@@ -398,7 +555,7 @@ ACTIVATIONS = {
 }
 _MAPS = (nn.Linear, QuantizedLinear, nn.Embedding, QuantizedEmbedding)
 _PLAIN = (*_MAPS, nn.Conv1d, nn.ModuleList, nn.LayerNorm, nn.GroupNorm)
-_SIMPLE = (nn.Sequential, nn.Tanh, nn.Identity, nn.Sigmoid)
+_SIMPLE = (nn.Sequential, nn.Tanh, nn.Identity, nn.Sigmoid, Reordered, Experts)
 
 
 def plan(model: Any, kind: str) -> Plan:

@@ -35,6 +35,8 @@ SINCE = (5, 24)
 ENGINE = "the decode engine"
 _ROOM = "longspan_room"
 _FREE = 64  # slots for keys that a cache gets at least when it grows
+stepped: dict[str, Counter[str]] = {}
+"""number of calls with single tokens by the type of the model and what has computed them"""
 _CACHES = ("cache", "past_key_values", "cache_params")
 # Arguments of a call that are read, or have no meaning for one token.
 _READ = {*_CACHES, "input_ids", "attention_mask", "position_ids", "use_cache", "logits_to_keep", "return_dict"}
@@ -115,6 +117,7 @@ class Engine:
 
     def __init__(self, model: Any, kind: str):
         self.made: Plan = branches.plan(model, kind)
+        self.kind = kind
         self.dtype = self.made.weights.dtype
         self.logits = torch.float32 if branches.SERVED[kind].wide else self.dtype
         self.states = [(i, state) for i, state in enumerate(self.made.states) if state is not None]
@@ -200,7 +203,13 @@ class Engine:
         assert code == decode.FINE, code
         changed = [t for one in bound for t in (one.first, one.second) if not t.is_inference()]
         mark_overwritten(*changed)
+        count(self.kind, ENGINE)
         return out.to(self.logits)
+
+
+def count(kind: str, what: str) -> None:
+    """Count a call of a model of a type under what has computed it."""
+    stepped.setdefault(kind, Counter())[what] += 1
 
 
 def _keys(layer: Any, state: Any, batch: int, dtype: torch.dtype) -> Bound | str:
@@ -259,8 +268,8 @@ def arranged(recent: Any, sums: Any, state: Sums, batch: int, dtype: torch.dtype
     recent = recent.contiguous()
     if state.sums is None:
         return Bound(recent, recent)
-    heads, keys, values = state.sums
-    if not _plain(sums, torch.float32, (batch, heads, *((values, keys) if state.values_first else (keys, values)))):
+    *heads, keys, values = state.sums
+    if not _plain(sums, torch.float32, (batch, *heads, *((values, keys) if state.values_first else (keys, values)))):
         return "the sums of a layer have another dtype or shape"
     return Bound((sums.mT if state.values_first else sums).contiguous(), recent)
 
@@ -335,6 +344,13 @@ def advanced(model: Any, tokens: Tensor, states: Sequence[Any]) -> tuple[Tensor,
     Returns:
         The logits (B,1,V) and the states, or why the engine does not compute it; no state has changed then.
     """
+    found = _advanced(model, tokens, states)
+    if isinstance(found, str):
+        count(model.config.model_type, f"its layers, since {found}")
+    return found
+
+
+def _advanced(model: Any, tokens: Tensor, states: Sequence[Any]) -> tuple[Tensor, list[Any]] | str:
     found = engine_of(model)
     if isinstance(found, str):
         return found
@@ -357,13 +373,12 @@ def advanced(model: Any, tokens: Tensor, states: Sequence[Any]) -> tuple[Tensor,
     return outputs if isinstance(outputs, str) else (outputs, after)
 
 
-def stepping(original: Callable, kind: str, calls: Counter[str]) -> Callable:
+def stepping(original: Callable, kind: str) -> Callable:
     """Wrap the ``forward`` of a causal language model so that the engine reads single tokens after a cache.
 
     Args:
         original: The method.
         kind: The type of the model.
-        calls: Counts the calls of single tokens by what has computed them.
     """
     names = tuple(inspect.signature(original).parameters)[1:]
 
@@ -378,9 +393,8 @@ def stepping(original: Callable, kind: str, calls: Counter[str]) -> Callable:
             return original(self, *args, **kwargs)
         found = _stepped(self, kind, given, cache)
         if isinstance(found, str):
-            calls[f"the layers of transformers, since {found}"] += 1
+            count(kind, f"the layers of transformers, since {found}")
             return original(self, *args, **kwargs)
-        calls[ENGINE] += 1
         outputs = getattr(sys.modules[type(self).__module__], branches.SERVED[kind].output)
         return outputs(logits=found, cache=cache)
 
@@ -399,7 +413,7 @@ def _stepped(model: Any, kind: str, given: Mapping[str, Any], cache: Any) -> Ten
     config = model.config
     if given.get("return_dict") is False or config.return_dict is False:
         return "it returns a tuple"
-    if config.output_hidden_states or config.output_attentions:
+    if config.output_hidden_states or config.output_attentions or getattr(config, "output_router_logits", False):
         return "it returns hidden states or attentions"
     found = engine(model, kind, cache)
     if isinstance(found, str):

@@ -96,6 +96,7 @@ def restore() -> None:
         one.active = False  # for code that kept a reference to the function
     replaced.clear()
     untouched.clear()
+    decoding.stepped.clear()
 
 
 def _types() -> set[str]:
@@ -186,7 +187,9 @@ def _wrap_models(module: ModuleType, kind: str, model: Model, refused: str) -> N
             steps = kind in SERVED and name.endswith("ForCausalLM") and version() >= decoding.SINCE
             one = Replaced(kind, f"{name}.forward", owner, "forward", original, steps)
             passed = packing.pass_rows(original, refused, reads_padding, model.numbers_anew)
-            _put(one, decoding.stepping(passed, kind, one.calls) if steps else passed)
+            if steps:
+                decoding.stepped[kind] = one.calls
+            _put(one, decoding.stepping(passed, kind) if steps else passed)
         if inspect.isclass(owner) and owner.__dict__.get("_is_stateful") is True and undoes:
             # ``generate`` refuses drafts for models with it, whatever their cache can undo.
             setattr(owner, "_is_stateful", False)  # noqa: B010 (an attribute that a type does not have)

@@ -4,7 +4,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from ..._utils.optional_deps import install
-from . import softmax
+from . import decoding, softmax
 from .models import MODELS, WRAPPERS
 from .record import replaced, untouched
 
@@ -44,6 +44,9 @@ def status() -> Status:
         if one.counts:
             # Layers of one class that hold the function as an attribute count as one.
             functions.setdefault(one.model, {}).setdefault(one.name, Counter()).update(one.calls)
+    # Those of flash-linear-attention are replaced by no function.
+    for model, calls in decoding.stepped.items():
+        functions.setdefault(model, {"ForCausalLM.forward": calls})
     counts = {model: {name: dict(calls) for name, calls in names.items()} for model, names in functions.items()}
     return Status(counts, dict(untouched), dict(softmax.calls), _parts())
 

@@ -163,6 +163,40 @@ class Rwkv(ctypes.Structure):
     )
 
 
+class Arrange(ctypes.Structure):
+    """A part in another order: ``count`` runs of ``size`` numbers, of which each has its place in ``start``."""
+
+    kind = 13
+    _fields_ = (("places", _POINTER), *_longs("start", "to", "count", "size"))
+
+
+class Select(ctypes.Structure):
+    """The selective scan of Mamba for one token: step sizes, b and c, and the gate are parts."""
+
+    kind = 14
+    _fields_ = (
+        ("rates", _POINTER),
+        ("skip", _POINTER),
+        *_longs("x", "dt", "b", "c", "gate", "to", "channels", "size"),
+    )
+
+
+class Expert(ctypes.Structure):
+    """A gated feed-forward network; without a weight of ``value``, ``gate`` has the outputs of both."""
+
+    _fields_ = (("gate", Linear), ("value", Linear), ("out", Linear))
+
+
+class Experts(ctypes.Structure):
+    """The sum of the ``chosen`` experts with the largest logits, and of a shared one that is the last."""
+
+    kind = 15
+    _fields_ = (
+        ("experts", _POINTER),
+        *_longs("logits", "to", "count", "chosen", "normalize", "activation", "shared", "by"),
+    )
+
+
 class Stage(ctypes.Structure):
     """One of the structures above; with ``wait`` all threads wait for its results."""
 
@@ -170,7 +204,7 @@ class Stage(ctypes.Structure):
 
 
 class Branch(ctypes.Structure):
-    """x = after(x + factor * out(stages(before(x)))), such as a mixer or a feed-forward network."""
+    """x = after(x + factor * out(stages(before(x)))), such as a mixer or a network; out may be absent."""
 
     _fields_ = (
         *((name, Norm) for name in ("before", "after")),
@@ -278,6 +312,10 @@ class Weights:
         """Return a table (rows,d) in the model's dtype."""
         kept = self._keep(x.detach().clone(memory_format=torch.contiguous_format) if self.packs else x.detach())
         return Linear(kept, None, x.shape[1], x.shape[0], None, None, IN_ROWS, 0, 0)
+
+    def order(self, places: Tensor) -> int:
+        """Return the address of integers."""
+        return self._keep(places.to(torch.int64).contiguous())
 
     def settle(self) -> None:
         """Move all that a step reads to large pages, since reading by small ones takes longer."""

@@ -129,6 +129,13 @@ def rows(weight: Packed, begin: int, end: int) -> Tensor:
     return found.reshape(-1, weight.inputs)[: end - begin]
 
 
+def part(weight: Packed, begin: int, end: int) -> Packed:
+    """Return rows of a weight as a weight of its own, which shares their memory; ``begin`` is a multiple of 16."""
+    size = GROUP if weight.format in PACKED else 1
+    quants, scales, factors = (t[begin // size : -(-end // size)] for t in weight[:3])
+    return Packed(quants, scales, factors, weight.format, end - begin, weight.inputs)
+
+
 def select(weight: Packed, indices: Tensor) -> Tensor:
     """Return the rows (...,K) of a weight at indices (...) in float32."""
     at = indices.flatten()

@@ -50,7 +50,10 @@ _X86 = (
     InstructionSet("avx2", "-march=x86-64-v3", _AVX2),
     InstructionSet("generic", "-march=x86-64"),
 )
-_ARM = (InstructionSet("neon", "-march=armv8-a"),)
+_ARM = (
+    InstructionSet("neon_dotprod", "-march=armv8.2-a+dotprod", frozenset({"asimddp"}), "__ARM_FEATURE_DOTPROD"),
+    InstructionSet("neon", "-march=armv8-a"),
+)
 # By platform.machine(), the best first; the last one runs on every such processor.
 TABLE: dict[str, tuple[InstructionSet, ...]] = {"x86_64": _X86, "aarch64": _ARM, "arm64": _ARM}
 # sysctl's names of what /proc/cpuinfo calls otherwise.
@@ -134,19 +137,20 @@ def _code(files: tuple[Path, ...]) -> str:
 
 
 def features() -> frozenset[str]:
-    """Return the processor flags, named as in /proc/cpuinfo of x86; empty if they cannot be read."""
+    """Return the processor flags, named as in /proc/cpuinfo; empty if they cannot be read."""
     if sys.platform == "darwin":
         return _macos_features()
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
         for line in file:
-            if line.startswith("flags"):
+            if line.startswith(("flags", "Features")):  # x86, arm64
                 return frozenset(line.partition(":")[2].split())
     return frozenset()
 
 
 def _macos_features() -> frozenset[str]:
+    if platform.machine() == "arm64":
+        return frozenset({"asimddp"})  # all of them have it
     names: list[str] = []
-    # On arm64 these keys do not exist.
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         command = ["/usr/sbin/sysctl", "-n", *_MACOS_KEYS]
         names = subprocess.run(command, capture_output=True, text=True, check=False, timeout=10).stdout.lower().split()

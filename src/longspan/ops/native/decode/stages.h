@@ -121,6 +121,31 @@ struct longspan_rwkv {
     float least, eps;  // what is added to a squared length, and to a variance
 };
 
+// The part ``from`` in another order: ``count`` runs of ``size`` numbers, of which each has its place in that part.
+struct longspan_arrange {
+    const std::int64_t* places;
+    long from, to, count, size;
+};
+
+// The selective scan of Mamba for one token: rates A (C,S), skip D (C), step sizes dt (C), b and c (S), the gate (C).
+struct longspan_select {
+    const float *rates, *skip;
+    long x, dt, b, c, gate, to, channels, size;
+};
+
+// A gated feed-forward network. Without a weight of ``value``, ``gate`` has the outputs of both.
+struct longspan_expert {
+    longspan_linear gate, value, out;
+};
+
+// The sum of ``chosen`` of ``count`` experts of the branch's input, those with the largest logits, times the softmax of all
+// logits or, if ``normalize``, of theirs. With ``shared`` also of the expert after them, times 1 or the sigmoid of the part
+// ``by``, or -1.
+struct longspan_experts {
+    const longspan_expert* experts;
+    long logits, to, count, chosen, normalize, activation, shared, by;
+};
+
 // ``what`` is the structure of the kind; ``wait``: all threads wait for its results.
 struct longspan_stage {
     const void* what;
@@ -131,7 +156,7 @@ struct longspan_stage {
 
 namespace {
 
-enum Kind { project, linear_attention, softmax_attention, turn, convolve, curve, scale, recur, head_norm, gate, token_mix, blend, rwkv };
+enum Kind { project, linear_attention, softmax_attention, turn, convolve, curve, scale, recur, head_norm, gate, token_mix, blend, rwkv, arrange, select, experts };
 
 constexpr long IN_ROWS = -1;  // the format of a weight that is not packed
 
@@ -294,6 +319,71 @@ inline void run_rwkv(const longspan_rwkv& how, float* sums, const float* end, fl
     const float inverse = 1.0f / std::sqrt(square / values + how.eps), *gate = row + how.gate + place;
     for (long j = 0; j < values; ++j)
         y[j] = ((y[j] - mean) * inverse * how.weight[place + j] + how.bias[place + j] + bonus * token.v[j]) * gate[j];
+}
+
+inline void run_arrange(const longspan_arrange& how, float* row) {
+    for (long i = 0; i < how.count; ++i)
+        std::memcpy(row + how.to + i * how.size, row + how.from + how.places[i], sizeof(float) * how.size);
+}
+
+constexpr long SCANNED = 64;  // channels of a selective scan in one unit of work, a multiple of W
+
+// The channels of one unit from ``channel`` on; ``states`` are those of the sequence.
+inline void run_select(const longspan_select& how, float* states, float* row, long channel) {
+    const float *b = row + how.b, *c = row + how.c;
+    const long size = how.size, end = how.channels - channel < SCANNED ? how.channels : channel + SCANNED;
+    for (; channel < end; channel += W) {
+        const long n = end - channel;
+        const vec x = some(row + how.x + channel, n), d = some(row + how.dt + channel, n);
+        float steps[W], inputs[W], lanes[W * W] = {}, read[W];
+        store(steps, d), store(inputs, d * x);
+        for (long j = 0; j < (n < W ? n : W); ++j) {
+            float* state = states + (channel + j) * size;
+            const float* rates = how.rates + (channel + j) * size;
+            vec total{};
+            for (long s = 0; s < size; s += W) {
+                const vec h = some(state + s, size - s) * exponential(steps[j] * some(rates + s, size - s)) +
+                              inputs[j] * some(b + s, size - s);
+                keep_some(state + s, h, size - s);
+                total += h * some(c + s, size - s);
+            }
+            store(lanes + j * W, total);
+        }
+        sum_lanes(lanes, W, read);
+        const vec y = load(read) + some(how.skip + channel, n) * x;
+        keep_some(row + how.to + channel, y * silu(some(row + how.gate + channel, n)), n);
+    }
+}
+
+// The experts of a row with their factors.
+inline void choose(const longspan_experts& how, const float* row, std::int32_t* which, float* factors) {
+    const float* logits = row + how.logits;
+    const long chosen = how.chosen;
+    for (long e = 0, found = 0; e < how.count; ++e) {
+        if (found == chosen && !(logits[e] > logits[which[found - 1]])) continue;
+        // In order of the logits; the first of equal ones.
+        long at = found < chosen ? found++ : chosen - 1;
+        for (; at > 0 && logits[e] > logits[which[at - 1]]; --at) which[at] = which[at - 1];
+        which[at] = static_cast<std::int32_t>(e);
+    }
+    const float most = logits[which[0]];
+    vec all{};
+    for (long e = 0; e < how.count && !how.normalize; e += W) {
+        const vec x = exponential(some(logits + e, how.count - e) - most);
+        float kept[W] = {};
+        keep_some(kept, x, how.count - e);
+        all += load(kept);
+    }
+    float total = sum(all);
+    for (long i = 0; i < chosen; ++i) {
+        factors[i] = exponential(splat(logits[which[i]] - most))[0];
+        if (how.normalize) total += factors[i];
+    }
+    for (long i = 0; i < chosen; ++i) factors[i] /= total;
+    if (how.shared) {
+        which[chosen] = static_cast<std::int32_t>(how.count);
+        factors[chosen] = how.by < 0 ? 1.0f : sigmoid(splat(row[how.by]))[0];
+    }
 }
 
 // One head of one sequence with its sums; the same thread processes those before ``end``. ``memory``: 6 heads.

@@ -32,7 +32,7 @@ struct longspan_norm {
 };
 
 // x = after(x + factor * out(stages(before(x)))): the stages compute on ``width`` floats per sequence, and ``out`` maps those
-// from ``mixed`` on. Norms without a weight are left out.
+// from ``mixed`` on. Norms and ``out`` without a weight are left out.
 struct longspan_branch {
     longspan_norm before, after;
     longspan_linear out;
@@ -174,6 +174,72 @@ inline quantized::Weight quantized_weight(const longspan_linear& map) {
             static_cast<int>(map.activations)};
 }
 
+// The cells of an input of a quantized map.
+inline long cells_of(const longspan_linear& map) { return map.format > 0 ? map.in / quantized::CELL : 0; }
+
+inline void prepare(const longspan_linear& map, const float* x, quantized::Cell* cell) {
+    quantized::prepare(x, static_cast<int>(map.format), static_cast<int>(map.activations), cell);
+}
+
+// Outputs of one group, with a quantized weight.
+inline void in_blocks(const longspan_linear& map, long group, const quantized::Cell* cells, long rows, float* out, long oi,
+                      Finish how) {
+    const long begin = group * quantized::GROUP, left = map.out - begin;
+    alignas(64) float result[BLOCK * quantized::GROUP];
+    quantized::multiply(quantized_weight(map), group, cells, rows, result);
+    finish(map, begin, left < quantized::GROUP ? left : quantized::GROUP, result, quantized::GROUP, rows, out, oi, how);
+}
+
+// The largest sizes of the stages with experts of a model.
+struct Sizes {
+    long slots = 0, experts = 0, width = 0, cells = 0;  // slots: experts of a row; width: numbers within an expert
+
+    static void enlarge(long& size, long least) { size = size < least ? least : size; }
+    void add(const longspan_experts& how) {
+        enlarge(slots, how.chosen + how.shared), enlarge(experts, how.count + how.shared);
+        for (long e = 0; e < how.count + how.shared; ++e) {
+            const longspan_expert& one = how.experts[e];
+            enlarge(width, 2 * one.out.in), enlarge(cells, cells_of(one.gate)), enlarge(cells, cells_of(one.out));
+        }
+    }
+    long floats(long batch, long dim) const { return batch * slots * (dim + width + 4) + 2 * experts + 2; }
+};
+
+// Which experts read which rows. A pair is a row and one of its experts; all pairs of an expert are adjacent.
+struct Pairs {
+    float *ends, *inner, *factors;   // inputs, later outputs, of each pair, and what is between; the factor of each slot
+    std::int32_t *which, *places;    // of each slot of each row: its expert, and the place of the pair
+    std::int32_t *rows, *begins;     // the row of each pair; the first pair of each expert
+    std::int32_t *hits, *hit_count;  // the experts that have pairs
+
+    Pairs(float* memory, Sizes sizes, long batch, long dim) {
+        const long count = batch * sizes.slots;
+        ends = memory, inner = ends + count * dim, factors = inner + count * sizes.width;
+        which = reinterpret_cast<std::int32_t*>(factors + count), places = which + count, rows = places + count;
+        begins = rows + count, hits = begins + sizes.experts + 1, hit_count = hits + sizes.experts;
+    }
+
+    void sort(long experts, long slots, long batch) const {
+        std::memset(begins, 0, sizeof(std::int32_t) * (experts + 1));
+        for (long i = 0; i < batch * slots; ++i) ++begins[which[i]];
+        std::int32_t before = 0;
+        *hit_count = 0;
+        for (long e = 0; e <= experts; ++e) {
+            const std::int32_t count = begins[e];
+            if (count) hits[(*hit_count)++] = static_cast<std::int32_t>(e);
+            begins[e] = before;
+            before += count;
+        }
+        // Each expert's place moves to its end, and so becomes that of the next one.
+        for (long i = 0; i < batch * slots; ++i) {
+            places[i] = begins[which[i]]++;
+            rows[places[i]] = static_cast<std::int32_t>(i / slots);
+        }
+        std::memmove(begins + 1, begins, sizeof(std::int32_t) * experts);
+        begins[0] = 0;
+    }
+};
+
 // The floats of memory that a thread needs for a stage.
 inline long memory_of(const longspan_stage& stage) {
     switch (stage.kind) {
@@ -214,43 +280,37 @@ struct Decode {
     float *x, *normed, *inner;  // activations of all rows: two of d channels, and those within mixer or network
     float* kept;                // what a branch leaves to later ones
     Journal journal;
-    quantized::Cell* prepared;  // activations of all rows for a quantized map
+    quantized::Cell* prepared;  // activations of all rows, or of all pairs, for a quantized map
+    Sizes sizes;
+    Pairs pairs;
 
     // Called by all threads together, like all below.
     void apply(const longspan_linear& map, const float* from, long width, float* to, long to_width, Finish how) const {
-        if (map.format > 0) {
-            apply_quantized(map, from, width, to, to_width, how);
-            return;
-        }
-        const long unit = map.format == IN_ROWS ? UNIT : PANEL;
-        const long units = (map.out + unit - 1) / unit, blocks = (batch + BLOCK - 1) / BLOCK;
-#pragma omp for schedule(static) nowait
-        for (long item = 0; item < units * blocks; ++item) {
-            const long first = item % blocks * BLOCK, rows = batch - first < BLOCK ? batch - first : BLOCK;
-            const auto run = map.format == IN_ROWS ? in_rows<T> : panel<T>;
-            run(map, item / blocks, from + first * width, width, rows, to + first * to_width, to_width, how);
-        }
-    }
-
-    void apply_quantized(const longspan_linear& map, const float* from, long width, float* to, long to_width, Finish how) const {
-        const quantized::Weight weight = quantized_weight(map);
-        const long cells = weight.cells(), groups = weight.groups(), blocks = (batch + BLOCK - 1) / BLOCK;
-        if (!map.prepared) {
+        const long cells = cells_of(map);
+        if (cells && !map.prepared) {
             // Another thread may still read those of the map before.
             wait();
 #pragma omp for schedule(static)
             for (long i = 0; i < batch * cells; ++i)
-                quantized::prepare(from + i / cells * width + i % cells * quantized::CELL, weight.format, weight.activations,
-                                   prepared + i);
+                prepare(map, from + i / cells * width + i % cells * quantized::CELL, prepared + i);
         }
+        multiply(map, from, width, prepared, batch, to, to_width, how);
+    }
+
+    // A quantized map reads its inputs from ``cells``.
+    static void multiply(const longspan_linear& map, const float* from, long width, const quantized::Cell* cells, long rows,
+                         float* to, long to_width, Finish how) {
+        const long size = map.format > 0 ? quantized::GROUP : map.format == IN_ROWS ? UNIT : PANEL;
+        const long units = (map.out + size - 1) / size, blocks = (rows + BLOCK - 1) / BLOCK;
 #pragma omp for schedule(static) nowait
-        for (long item = 0; item < groups * blocks; ++item) {
-            const long first = item % blocks * BLOCK, rows = batch - first < BLOCK ? batch - first : BLOCK;
-            const long begin = item / blocks * quantized::GROUP;
-            const long count = map.out - begin < quantized::GROUP ? map.out - begin : quantized::GROUP;
-            alignas(64) float result[BLOCK * quantized::GROUP];
-            quantized::multiply(weight, item / blocks, prepared + first * cells, rows, result);
-            finish(map, begin, count, result, quantized::GROUP, rows, to + first * to_width, to_width, how);
+        for (long item = 0; item < units * blocks; ++item) {
+            const long first = item % blocks * BLOCK, count = rows - first < BLOCK ? rows - first : BLOCK;
+            const float* x = from + first * width;
+            float* out = to + first * to_width;
+            if (map.format > 0)
+                in_blocks(map, item / blocks, cells + first * cells_of(map), count, out, to_width, how);
+            else
+                (map.format == IN_ROWS ? in_rows<T> : panel<T>)(map, item / blocks, x, width, count, out, to_width, how);
         }
     }
 
@@ -327,6 +387,67 @@ struct Decode {
     void each_of(long units, F f) const {
 #pragma omp for schedule(static) nowait
         for (long i = 0; i < sequences * units; ++i) f(i / units, i % units);
+    }
+
+    // f(expert, first pair, number of pairs) for each expert that has pairs; then all threads wait.
+    template <class F>
+    void each_expert(const longspan_experts& how, F f) const {
+        for (long i = 0; i < *pairs.hit_count; ++i) {
+            const long e = pairs.hits[i], first = pairs.begins[e];
+            f(how.experts[e], first, pairs.begins[e + 1] - first);
+        }
+        wait();
+    }
+
+    // Writes the inputs of one map of an expert: write(pair, channel, count, to) for parts of each pair.
+    template <class F>
+    void feed(const longspan_linear& map, long first, long count, float* to, long width, F write) const {
+        const long size = quantized::CELL, parts = (map.in + size - 1) / size;
+#pragma omp for schedule(static) nowait
+        for (long i = 0; i < count * parts; ++i) {
+            const long pair = first + i / parts, channel = i % parts * size, left = map.in - channel;
+            float* x = to + pair * width + channel;
+            write(pair, channel, left < size ? left : size, x);
+            if (map.format > 0) prepare(map, x, prepared + first * sizes.cells + i);
+        }
+    }
+
+    // Each pair is computed by itself and those of a row are added in the order of slots, so that rows do not depend on others.
+    void run_experts(const longspan_experts& how, const float* input, long width) const {
+        const long slots = how.chosen + how.shared;
+        each_row(width, [&](float* row, long b) { choose(how, row, pairs.which + b * slots, pairs.factors + b * slots); });
+        wait();
+#pragma omp single
+        pairs.sort(how.count + how.shared, slots, batch);
+        each_expert(how, [&](const longspan_expert& one, long first, long count) {
+            feed(one.gate, first, count, pairs.ends, dim, [&](long pair, long channel, long n, float* to) {
+                std::memcpy(to, input + pairs.rows[pair] * dim + channel, sizeof(float) * n);
+            });
+        });
+        each_expert(how, [&](const longspan_expert& one, long first, long count) {
+            float* to = pairs.inner + first * sizes.width;
+            for (const longspan_linear* map : {&one.gate, &one.value})
+                if (map->weight) {
+                    multiply(*map, pairs.ends + first * dim, dim, prepared + first * sizes.cells, count, to, sizes.width, {});
+                    to += map->out;
+                }
+        });
+        each_expert(how, [&](const longspan_expert& one, long first, long count) {
+            feed(one.out, first, count, pairs.inner, sizes.width, [&](long, long, long n, float* gate) {
+                for (long c = 0; c < n; c += W)
+                    keep_some(gate + c, activate(how.activation, some(gate + c, n - c)) * some(gate + one.out.in + c, n - c), n - c);
+            });
+        });
+        each_expert(how, [&](const longspan_expert& one, long first, long count) {
+            multiply(one.out, pairs.inner + first * sizes.width, sizes.width, prepared + first * sizes.cells, count,
+                     pairs.ends + first * dim, dim, {});
+        });
+        each_row(width, [&](float* row, long b) {
+            float* to = row + how.to;
+            std::memset(to, 0, sizeof(float) * dim);
+            for (long i = b * slots; i < (b + 1) * slots; ++i)
+                for (long j = 0; j < dim; ++j) to[j] += pairs.factors[i] * pairs.ends[pairs.places[i] * dim + j];
+        });
     }
 
     // A stage with a state, for the tokens of a call with a journal; false for a stage without one. Its units are not those
@@ -503,6 +624,20 @@ struct Decode {
                 });
                 break;
             }
+            case arrange: {
+                const auto& how = of<longspan_arrange>(stage);
+                each_row(width, [&](float* row, long) { run_arrange(how, row); });
+                break;
+            }
+            case select: {
+                const auto& how = of<longspan_select>(stage);
+                float* states = static_cast<float*>(state.first);
+                each_unit((how.channels + SCANNED - 1) / SCANNED, width, [&](float* row, long b, long unit, long) {
+                    run_select(how, states + b * how.channels * how.size, row, unit * SCANNED);
+                });
+                break;
+            }
+            case experts: run_experts(of<longspan_experts>(stage), input, width); break;
             default: {
                 const auto& how = of<longspan_head_norm>(stage);
                 each_unit(how.groups, width, [&](float* row, long, long g, long) { run_head_norm(how, row, g); });
@@ -527,7 +662,12 @@ struct Decode {
                 else
                     wait();
             }
-            apply(branch.out, inner + branch.mixed, branch.width, x, dim, {identity_act, branch.factor, true});
+            if (branch.out.weight)
+                apply(branch.out, inner + branch.mixed, branch.width, x, dim, {identity_act, branch.factor, true});
+            else
+                each_row(branch.width, [&](const float* row, long b) {
+                    for (long j = 0; j < dim; ++j) x[b * dim + j] += branch.factor * row[branch.mixed + j];
+                });
             wait();
             if (branch.after.weight) norm(branch.after, x, x);
         }
@@ -548,9 +688,8 @@ int decode(const longspan_model& model, const longspan_state* states, const std:
            int threads) {
     const long batch = sequences * count;
     long width = 0, each = 0, cells = 0;
-    const auto holds = [&cells](const longspan_linear& map) {
-        if (map.format > 0 && map.in / quantized::CELL > cells) cells = map.in / quantized::CELL;
-    };
+    Sizes sizes;
+    const auto holds = [&cells](const longspan_linear& map) { Sizes::enlarge(cells, cells_of(map)); };
     holds(model.head);
     for (long l = 0; l < model.depth; ++l) {
         const longspan_branch& branch = model.branches[l];
@@ -561,6 +700,7 @@ int decode(const longspan_model& model, const longspan_state* states, const std:
             const long needed = memory_of(stage) + (journal.branches ? state_of(stage) : 0);
             if (needed > each) each = needed;
             if (stage.kind == project) holds(of<longspan_project>(stage).map);
+            if (stage.kind == experts) sizes.add(of<longspan_experts>(stage));
         }
         // Everything is checked before anything is overwritten.
         if (caches(branch))
@@ -582,13 +722,16 @@ int decode(const longspan_model& model, const longspan_state* states, const std:
         }
     const long dim = model.dim;
     each = whole_vectors(each) + 64;
-    const long size = sizeof(quantized::Cell) * batch * cells, floats = batch * (2 * dim + width + model.kept) + threads * each;
+    cells = batch * (cells > sizes.slots * sizes.cells ? cells : sizes.slots * sizes.cells);
+    const long size = sizeof(quantized::Cell) * cells;
+    const long floats = batch * (2 * dim + width + model.kept) + threads * each + sizes.floats(batch, dim);
     void* whole = std::aligned_alloc(64, (size + sizeof(float) * floats + 63) / 64 * 64);
     if (!whole) return no_memory;
     auto* prepared = static_cast<quantized::Cell*>(whole);
-    float* memory = reinterpret_cast<float*>(prepared + batch * cells);
+    float* memory = reinterpret_cast<float*>(prepared + cells);
     float *x = memory, *normed = x + batch * dim, *inner = normed + batch * dim, *kept = inner + batch * width, *room = kept + batch * model.kept;
-    const Decode<T> work{model, states, sequences, count, batch, dim, threads, x, normed, inner, kept, journal, prepared};
+    const Pairs pairs(room + threads * each, sizes, batch, dim);
+    const Decode<T> work{model, states, sequences, count, batch, dim, threads, x, normed, inner, kept, journal, prepared, sizes, pairs};
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
         float* mine = nullptr;

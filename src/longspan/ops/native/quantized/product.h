@@ -37,11 +37,14 @@ struct Weight {
     long groups() const { return (outputs + GROUP - 1) / GROUP; }
 };
 
-// How integers of activations are stored: the lower and upper bytes, bytes alone, or pairs of int16 from even and odd places.
-enum Storage { limbs, bytes, words };
+// How integers of activations are stored: the lower and upper bytes, bytes alone, pairs of int16 from even and odd places, or
+// int16 in order.
+enum Storage { limbs, bytes, words, shorts };
 constexpr Storage storage_of([[maybe_unused]] int format, [[maybe_unused]] int activations) {
-#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+#if (defined(__AVX512VNNI__) && defined(__AVX512BW__)) || defined(__ARM_FEATURE_DOTPROD)
     return activations == int16 ? limbs : bytes;
+#elif defined(__aarch64__)
+    return activations == int16 ? shorts : bytes;
 #elif defined(__AVX512BW__) || (defined(__AVX2__) && !defined(__AVX512F__))
     // Sums of two products of bytes must fit into int16.
     return activations == int8 && format != q8_0 ? bytes : words;
@@ -50,8 +53,17 @@ constexpr Storage storage_of([[maybe_unused]] int format, [[maybe_unused]] int a
 #endif
 }
 
+// What is subtracted from bytes of weights before the products, where these are of bytes with a sign.
+constexpr int signed_by([[maybe_unused]] int format, [[maybe_unused]] int activations) {
+#if defined(__aarch64__)
+    return format == q8_0 && storage_of(format, activations) != shorts ? offset_of(q8_0) : 0;
+#else
+    return 0;
+#endif
+}
+
 // 32 activations: scale * integers, and scale * their sum; ``shift`` is the sum of the integers, or of each half, times the
-// offset of the weights.
+// offset of the weights, or what is left of it.
 struct alignas(16) Cell {
     float scale, total;
     std::int32_t shift[2];
@@ -62,6 +74,7 @@ struct alignas(16) Cell {
         struct {
             std::int16_t even[CELL / 2], odd[CELL / 2];
         };
+        std::int16_t whole[CELL];
         float numbers[CELL];
     };
 };
@@ -71,6 +84,8 @@ inline ivec nearest(vec x) {
     return (ivec)_mm512_cvtps_epi32((__m512)x);
 #elif defined(__AVX2__) && defined(__F16C__)
     return (ivec)_mm256_cvtps_epi32((__m256)x);
+#elif defined(__aarch64__)
+    return (ivec)vcvtnq_s32_f32((float32x4_t)x);
 #else
     ivec out;
     for (long i = 0; i < W; ++i) out[i] = static_cast<std::int32_t>(__builtin_lrintf(x[i]));
@@ -109,10 +124,13 @@ inline void prepare(const float* x, int format, int activations, Cell* out) {
         for (long i = 0; i < CELL / 2; ++i) sums[h] += q[h * CELL / 2 + i];
     out->scale = !finite ? __builtin_nanf("") : none ? 0.0f : size / limit;
     out->total = out->scale * static_cast<float>(sums[0] + sums[1]);
-    const int offset = offset_of(format);
+    const int offset = offset_of(format) - signed_by(format, activations);
     out->shift[0] = offset * (in_halves(format) ? sums[0] : sums[0] + sums[1]);
     out->shift[1] = offset * sums[1];
-    if (storage_of(format, activations) == words)
+    const Storage storage = storage_of(format, activations);
+    if (storage == shorts)
+        for (long i = 0; i < CELL; ++i) out->whole[i] = static_cast<std::int16_t>(q[i]);
+    else if (storage == words)
         for (long i = 0; i < CELL / 2; ++i) {
             out->even[i] = static_cast<std::int16_t>(q[2 * i]);
             out->odd[i] = static_cast<std::int16_t>(q[2 * i + 1]);
@@ -150,6 +168,12 @@ inline vec small_numbers(const std::uint8_t* p, bool with_sign) {
 #elif defined(__AVX2__) && defined(__F16C__)
     const __m128i x = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
     return (vec)_mm256_cvtepi32_ps(with_sign ? _mm256_cvtepi8_epi32(x) : _mm256_cvtepu8_epi32(x));
+#elif defined(__aarch64__)
+    std::uint32_t four;
+    std::memcpy(&four, p, sizeof four);
+    const uint8x8_t x = vreinterpret_u8_u32(vdup_n_u32(four));
+    if (!with_sign) return (vec)vcvtq_f32_u32(vmovl_u16(vget_low_u16(vmovl_u8(x))));
+    return (vec)vcvtq_f32_s32(vmovl_s16(vget_low_s16(vmovl_s8(vreinterpret_s8_u8(x)))));
 #else
     vec out;
     for (long i = 0; i < W; ++i) out[i] = with_sign ? static_cast<std::int8_t>(p[i]) : p[i];
@@ -163,6 +187,8 @@ inline vec fused(vec a, vec b, vec c) {
     return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__AVX2__) && defined(__F16C__) && defined(__FMA__)
     return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (vec)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
@@ -261,10 +287,68 @@ struct Sum<FORMAT, limbs> {
 };
 #endif
 
+#if defined(__aarch64__)
+// Bytes with a sign: those of Q8_0 lose their offset, others are below 128.
+template <int FORMAT>
+inline int8x16_t with_sign(ivec u) {
+    return FORMAT == q8_0 ? vreinterpretq_s8_u8(veorq_u8((uint8x16_t)u, vdupq_n_u8(128))) : (int8x16_t)u;
+}
+inline int8x16_t four_bytes(const std::int8_t* p) {
+    std::int32_t x;
+    std::memcpy(&x, p, sizeof x);
+    return vreinterpretq_s8_s32(vdupq_n_s32(x));
+}
+
+template <int FORMAT>
+struct Sum<FORMAT, bytes> {
+#if defined(__ARM_FEATURE_DOTPROD)
+    int32x4_t sum = vdupq_n_s32(0);
+    void add(ivec u, const Cell& x, int at) { sum = vdotq_s32(sum, with_sign<FORMAT>(u), four_bytes(x.low + 4 * at)); }
+    ivec total() const { return (ivec)sum; }
+#else
+    int32x4_t lower = vdupq_n_s32(0), upper = vdupq_n_s32(0);  // of two rows each, in two parts
+    void add(ivec u, const Cell& x, int at) {
+        const int8x16_t w = with_sign<FORMAT>(u), y = four_bytes(x.low + 4 * at);
+        lower = vpadalq_s16(lower, vmull_s8(vget_low_s8(w), vget_low_s8(y)));
+        upper = vpadalq_s16(upper, vmull_high_s8(w, y));
+    }
+    ivec total() const { return (ivec)vpaddq_s32(lower, upper); }
+#endif
+};
+
+#if defined(__ARM_FEATURE_DOTPROD)
+template <int FORMAT>
+struct Sum<FORMAT, limbs> {
+    int32x4_t low = vdupq_n_s32(0), high = vdupq_n_s32(0);
+    void add(ivec u, const Cell& x, int at) {
+        const int8x16_t w = with_sign<FORMAT>(u);
+        low = vdotq_s32(low, w, four_bytes(x.low + 4 * at));
+        high = vdotq_s32(high, w, four_bytes(x.high + 4 * at));
+    }
+    ivec total() const { return (ivec)vaddq_s32(vshlq_n_s32(high, 8), low); }
+};
+#else
+template <int FORMAT>
+struct Sum<FORMAT, shorts> {
+    int32x4_t row[4] = {};  // in four parts
+    void add(ivec u, const Cell& x, int at) {
+        const int16x8_t lower = vreinterpretq_s16_u16(vmovl_u8(vget_low_u8((uint8x16_t)u)));
+        const int16x8_t upper = vreinterpretq_s16_u16(vmovl_high_u8((uint8x16_t)u));
+        const int16x4_t y = vld1_s16(x.whole + 4 * at);
+        const int16x8_t both = vcombine_s16(y, y);
+        row[0] = vmlal_s16(row[0], vget_low_s16(lower), y);
+        row[1] = vmlal_high_s16(row[1], lower, both);
+        row[2] = vmlal_s16(row[2], vget_low_s16(upper), y);
+        row[3] = vmlal_high_s16(row[3], upper, both);
+    }
+    ivec total() const { return (ivec)vpaddq_s32(vpaddq_s32(row[0], row[1]), vpaddq_s32(row[2], row[3])); }
+};
+#endif
+#endif
+
 // Prefetches a cell that is needed later: a fifth faster for one row (`longspan bench weights`).
 template <int FORMAT>
 inline void ahead(const std::uint8_t* q) {
-#pragma GCC unroll 8
     for (long i = 0; i < cell_bytes(FORMAT); i += CHUNK) __builtin_prefetch(q + AHEAD + i);
 }
 
@@ -304,7 +388,7 @@ inline void integers(const Weight& w, long group, long from, const Cell* x, vec 
             for (int r = 0; r < ROWS; ++r) {
                 const Cell& cell = x[r * cells + b];
                 ivec sum = one[r][v].total();
-                if (offset_of(FORMAT)) sum -= cell.shift[0];
+                if (offset_of(FORMAT) != signed_by(FORMAT, ACTIVATIONS)) sum -= cell.shift[0];
                 out[r][v] = fused(first * cell.scale, numbers(sum), out[r][v]);
                 if (in_halves(FORMAT))
                     out[r][v] = fused(second * cell.scale, numbers(two[in_halves(FORMAT) ? r : 0][v].total() - cell.shift[1]),

@@ -12,6 +12,9 @@ extern "C" const char* longspan_isa() {
 #if defined(__aarch64__)
            "neon "
 #endif
+#if defined(__ARM_FEATURE_DOTPROD)
+           "neon_dotprod "
+#endif
 #if defined(__AVX2__)
            "avx2 "
 #endif

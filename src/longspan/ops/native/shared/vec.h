@@ -7,6 +7,8 @@
 #elif defined(__SSE2__) && !defined(__AVX2__)
 #include <emmintrin.h>
 #define LONGSPAN_SSE2
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 #include "isa.h"
 
@@ -153,9 +155,15 @@ inline void store(float16* p, vec x) {
 }
 #else
 inline vec load(const float16* p) {
+#if defined(__aarch64__)
+    uint16x4_t bits;
+    std::memcpy(&bits, p, sizeof bits);
+    return (vec)vcvt_f32_f16(vreinterpret_f16_u16(bits));
+#else
     vec out;
     for (long i = 0; i < W; ++i) out[i] = widen(p[i]);
     return out;
+#endif
 }
 inline void store(float16* p, vec x) {
     for (long i = 0; i < W; ++i) narrow(x[i], p + i);
