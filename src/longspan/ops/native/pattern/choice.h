@@ -8,14 +8,16 @@ struct Choice {
     long batch, heads, groups, queries, tokens, keys, values, size, picks, choosers;
     const std::int64_t *at, *blocks;  // (B,N) positions; (B,choosers,N,picks) numbers of blocks, negative for none
     float scale;
+    long all;  // blocks
 
     Choice(const long* sizes, const std::int64_t* at, const std::int64_t* blocks, float scale)
         : batch(sizes[0]), heads(sizes[1]), groups(sizes[2]), queries(sizes[3]), tokens(sizes[4]), keys(sizes[5]),
-          values(sizes[6]), size(sizes[7]), picks(sizes[8]), choosers(sizes[9]), at(at), blocks(blocks), scale(scale) {}
+          values(sizes[6]), size(sizes[7]), picks(sizes[8]), choosers(sizes[9]), at(at), blocks(blocks), scale(scale),
+          all((tokens + size - 1) / size) {}
 
     long kp() const { return whole_vectors(keys); }
     long vp() const { return whole_vectors(values); }
-    long count() const { return (tokens + size - 1) / size; }
+    long count() const { return all; }
     long shared() const { return heads / groups; }
     // Calls use(block) for the blocks of a query that have a token up to its position.
     template <class F>

@@ -30,10 +30,17 @@ inline void gather(const float* x, const std::int32_t* rows, long n, float* out,
         for (long j = 0; j < ld; j += W) store(out + i * ld + j, load(x + rows[i] * ld + j));
 }
 
+// The position of the query of each row.
+inline const std::int64_t* positions(const Section& section, Scratch& scratch) {
+    std::int64_t* last = reinterpret_cast<std::int64_t*>(scratch.take(2 * whole_vectors(section.rows())));
+    for (long row = 0; row < section.rows(); ++row) last[row] = section.at(row);
+    return last;
+}
+
 // Logits of a tile of rows: NEVER after the position of a query, and beyond the last key.
-inline void hide_later(const Section& section, const std::int32_t* rows, long n, KeyPart part, float* x) {
+inline void hide_later(const std::int64_t* last, const std::int32_t* rows, long n, KeyPart part, float* x) {
     for (long i = 0; i < n; ++i)
-        for (long j = std::max(0L, std::min<long>(part.cols, section.at(rows[i]) - part.first + 1)); j < part.width; ++j)
+        for (long j = std::max(0L, std::min<long>(part.cols, last[rows[i]] - part.first + 1)); j < part.width; ++j)
             x[i * SPAN + j] = NEVER;
 }
 
@@ -47,7 +54,7 @@ struct Forward {
     long scratch() const {
         const Choice& c = choice;
         const long rows = c.shared() * Section::tokens(c, FORWARD);
-        return Visits::floats(c, FORWARD) + rows * (c.kp() + c.vp()) + 2 * whole_vectors(rows) +
+        return Visits::floats(c, FORWARD) + rows * (c.kp() + c.vp()) + 4 * whole_vectors(rows) +
                TILE * (c.kp() + c.vp() + SPAN) + SPAN * (2 * c.kp() + c.vp());
     }
 
@@ -59,6 +66,7 @@ struct Forward {
         float *logits = scratch.take(TILE * SPAN), *key = scratch.take(SPAN * kp), *turned = scratch.take(SPAN * kp);
         float* value = scratch.take(SPAN * vp);
         const Visits visits(section, FORWARD, scratch);
+        const std::int64_t* last = positions(section, scratch);
         read_section(operands, Q, section, choice.keys, asked);
         scale_rows(asked, rows, kp, choice.scale);
         std::memset(sum, 0, sizeof(float) * rows * vp);
@@ -72,7 +80,7 @@ struct Forward {
                 const std::int32_t* at = visits.rows + e;
                 gather(asked, at, n, query, kp);
                 gemm<false>(n, part.width, choice.keys, query, kp, 1, turned, SPAN, logits, SPAN);
-                hide_later(section, at, n, part, logits);
+                hide_later(last, at, n, part, logits);
                 for (long i = 0; i < n; ++i)
                     weigh(logits + i * SPAN, part.width, top[at[i]], below[at[i]], sum + at[i] * vp, vp);
                 gemm<false>(n, vp, part.cols, logits, SPAN, 1, value, vp, read_value, vp);
@@ -96,7 +104,7 @@ struct Backward {
     long scratch() const {
         const Choice& c = choice;
         const long rows = c.shared() * Section::tokens(c, BACKWARD);
-        return Visits::floats(c, BACKWARD) + rows * (2 * c.kp() + c.vp()) + whole_vectors(rows) +
+        return Visits::floats(c, BACKWARD) + rows * (2 * c.kp() + c.vp()) + 4 * whole_vectors(rows) +
                TILE * (2 * c.kp() + c.vp() + 2 * SPAN) + (2 * SPAN + c.tokens) * (c.kp() + c.vp());
     }
 
@@ -114,17 +122,18 @@ struct Backward {
     void add(const Section& section, float* dkeys, float* dvalues, Scratch scratch) const {
         const long kp = choice.kp(), vp = choice.vp(), rows = section.rows();
         float *asked = scratch.take(rows * kp), *sum = scratch.take(rows * kp), *grad = scratch.take(rows * vp);
-        float *delta = scratch.take(whole_vectors(rows)), *query = scratch.take(TILE * kp), *found = scratch.take(TILE * kp);
+        float *delta = scratch.take(whole_vectors(rows)), *logs = scratch.take(whole_vectors(rows)), *query = scratch.take(TILE * kp), *found = scratch.take(TILE * kp);
         float *up = scratch.take(TILE * vp), *p = scratch.take(TILE * SPAN), *ds = scratch.take(TILE * SPAN);
         float *key = scratch.take(SPAN * kp), *key_turned = scratch.take(SPAN * kp), *value = scratch.take(SPAN * vp);
         float* value_turned = scratch.take(SPAN * vp);
         const Visits visits(section, BACKWARD, scratch);
+        const std::int64_t* last = positions(section, scratch);
         read_section(operands, Q, section, choice.keys, asked);
         scale_rows(asked, rows, kp, choice.scale);
         read_section(operands, GRAD, section, choice.values, grad);
         for (long i = 0; i < rows; ++i) {
             read_row(operands.in(OUT, section.batch, section.head(i)), section.token(i), choice.values, up, vp, same);
-            delta[i] = ::sum(dot_lanes(grad + i * vp, up, vp));
+            delta[i] = ::sum(dot_lanes(grad + i * vp, up, vp)), logs[i] = operands.lse[section.place(i)];
         }
         std::memset(sum, 0, sizeof(float) * rows * kp);
         const auto keys = operands.in(K, section.batch, section.group), values = operands.in(V, section.batch, section.group);
@@ -137,10 +146,10 @@ struct Backward {
                 gather(asked, at, n, query, kp);
                 gather(grad, at, n, up, vp);
                 gemm<false>(n, part.width, choice.keys, query, kp, 1, key_turned, SPAN, p, SPAN);
-                hide_later(section, at, n, part, p);
+                hide_later(last, at, n, part, p);
                 gemm<false>(n, part.width, choice.values, up, vp, 1, value_turned, SPAN, ds, SPAN);
                 for (long i = 0; i < n; ++i)
-                    slopes(p + i * SPAN, ds + i * SPAN, part.width, operands.lse[section.place(at[i])], delta[at[i]], 0.0f);
+                    slopes(p + i * SPAN, ds + i * SPAN, part.width, logs[at[i]], delta[at[i]], 0.0f);
                 gemm<true>(part.cols, vp, n, p, 1, SPAN, up, vp, dvalues + part.first * vp, vp);
                 gemm<true>(part.cols, kp, n, ds, 1, SPAN, query, kp, dkeys + part.first * kp, kp);
                 gemm<false>(n, kp, part.cols, ds, SPAN, 1, key, kp, found, kp);

@@ -7,7 +7,7 @@
 namespace {
 
 constexpr long SPAN = 128;    // tokens that are scored together
-constexpr long QUERIES = 32;  // queries of a unit of the choice
+constexpr long QUERIES = 48;  // queries of a unit of the choice
 
 // The queries of a head of keys are cut into parts, each with its own sums of the gradients of keys. The result depends on
 // their number, which therefore does not depend on the threads.
@@ -241,29 +241,28 @@ struct Total {
 // those above the least of the picks so far: later scores that equal it lose.
 class Best {
    public:
+    Best() = default;
     Best(long picks, Scratch& scratch)
         : picks(picks), ranks(reinterpret_cast<std::int32_t*>(scratch.take(room(picks)))),
           places(reinterpret_cast<std::int32_t*>(scratch.take(room(picks)))) {}
     static long floats(long picks) { return 2 * room(picks); }
 
-    void take(const float* x, long n, std::int64_t* out) {
+    void start() { used = 0, least = rank(splat(NEVER))[0]; }
+    // The scores of n tokens from token ``first`` on, after those of all tokens before.
+    void add(const float* x, long n, long first) {
         const ivec never = rank(splat(NEVER));
-        used = 0, least = never[0];
+        ivec lanes;
+        for (long i = 0; i < W; ++i) lanes[i] = static_cast<std::int32_t>(i);
         for (long j = 0; j < n; j += W) {
-            std::int32_t ranked[W];
             float rest[W];
             const long some = std::min(W, n - j);
             if (some < W) std::fill(rest, rest + W, NEVER), std::copy(x + j, x + n, rest);
             const vec y = load(some < W ? rest : x + j);
-            const ivec all = y == y ? rank(y) : never;
-            if (!any(all > least)) continue;
-            std::memcpy(ranked, &all, sizeof ranked);
-            for (long i = 0; i < W; ++i) {
-                ranks[used] = ranked[i], places[used] = static_cast<std::int32_t>(j + i);
-                used += ranked[i] > least;
-            }
-            if (used >= full(picks)) cut();
+            const ivec tokens = lanes + static_cast<std::int32_t>(first + j);
+            if (keep(y == y ? rank(y) : never, tokens, least) && used >= full(picks)) cut();
         }
+    }
+    void finish(std::int64_t* out) {
         cut();
         for (long s = 0; s < picks; ++s) out[s] = s < used ? places[s] : -1;
     }
@@ -280,13 +279,24 @@ class Best {
         const ivec bits = (ivec)(x + 0.0f);
         return bits ^ ((bits >> 31) & 0x7fffffff);
     }
-    static bool any(ivec condition) {
+    // Appends those of W ranks that are above ``limit``, and their tokens; whether there is one.
+    bool keep(ivec ranked, ivec tokens, std::int32_t limit) {
 #if defined(__AVX512F__)
-        return _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition) != 0;
+        const __mmask16 above = _mm512_cmpgt_epi32_mask((__m512i)ranked, _mm512_set1_epi32(limit));
+        if (!above) return false;
+        _mm512_storeu_si512(ranks + used, _mm512_maskz_compress_epi32(above, (__m512i)ranked));
+        _mm512_storeu_si512(places + used, _mm512_maskz_compress_epi32(above, (__m512i)tokens));
+        used += __builtin_popcount(above);
+        return true;
 #else
-        std::int32_t all = 0;
-        for (long i = 0; i < W; ++i) all |= condition[i];
-        return all != 0;
+        std::int32_t some = 0;
+        const ivec above = ranked > limit;
+        for (long i = 0; i < W; ++i) some |= above[i];
+        for (long i = 0; i < W && some; ++i) {
+            ranks[used] = ranked[i], places[used] = tokens[i];
+            used -= above[i];
+        }
+        return some != 0;
 #endif
     }
     long at_least_of(std::int32_t rank) const {
@@ -305,14 +315,27 @@ class Best {
         if (used <= picks) return;
         for (long s = used; s < whole_vectors(used); ++s) ranks[s] = INT32_MIN;
         std::uint32_t bits = 0x80000000u;
-        for (std::uint32_t bit = 0x80000000u; bit; bit >>= 1)
-            if (at_least_of(static_cast<std::int32_t>(bits + bit)) >= picks) bits += bit;
+        long most = used;  // that are at least as large
+        for (std::uint32_t bit = 0x80000000u; bit && most > picks; bit >>= 1) {
+            const long more = at_least_of(static_cast<std::int32_t>(bits + bit));
+            if (more >= picks) bits += bit, most = more;
+        }
         least = static_cast<std::int32_t>(bits);
+        if (most == picks) {
+            const long all = used;
+            used = 0;
+            for (long s = 0; s < all; s += W) {
+                ivec x, y;
+                std::memcpy(&x, ranks + s, sizeof x), std::memcpy(&y, places + s, sizeof y);
+                keep(x, y, least - 1);
+            }
+            return;
+        }
         long equal = picks - (least == INT32_MAX ? 0 : at_least_of(least + 1)), kept = 0;
         for (long s = 0; s < used; ++s) {
-            const bool keep = ranks[s] > least || (ranks[s] == least && equal-- > 0);
+            const bool stays = ranks[s] > least || (ranks[s] == least && equal-- > 0);
             ranks[kept] = ranks[s], places[kept] = places[s];
-            kept += keep;
+            kept += stays;
         }
         used = kept;
     }
@@ -329,16 +352,13 @@ struct Choose {
     long units() const { return batch * cuts(); }
     long dp() const { return whole_vectors(channels); }
     long scratch() const {
-        return QUERIES * whole_vectors(tokens) + Best::floats(picks) + SPAN * 2 * dp() +
-               QUERIES * (SPAN + heads * dp());
+        return QUERIES * (Best::floats(picks) + 2 * SPAN + heads * dp()) + SPAN * 2 * dp();
     }
 
     void run(long unit, Scratch scratch) const {
-        const long row = unit / cuts(), first = unit % cuts() * QUERIES, n = std::min(QUERIES, queries - first);
-        const long wide = whole_vectors(tokens), d = dp();
-        Best best(picks, scratch);
-        float *scores = scratch.take(QUERIES * wide), *key = scratch.take(SPAN * d);
-        float *turned = scratch.take(SPAN * d), *x = scratch.take(QUERIES * SPAN), *query = scratch.take(heads * QUERIES * d);
+        const long row = unit / cuts(), first = unit % cuts() * QUERIES, n = std::min(QUERIES, queries - first), d = dp();
+        float *scores = scratch.take(QUERIES * SPAN), *x = scratch.take(QUERIES * SPAN), *key = scratch.take(SPAN * d);
+        float *turned = scratch.take(SPAN * d), *query = scratch.take(heads * QUERIES * d);
         const std::int64_t* place = at + row * queries + first;
         const long end = std::min<long>(tokens, *std::max_element(place, place + n) + 1);
         const long own[4] = {0, 0, channels, 1}, asked[4] = {0, 0, heads * channels, 1};
@@ -347,21 +367,23 @@ struct Choose {
             const float* from = q + ((row * queries + first) * heads + h) * channels;
             read(Rows<const float>(Tensor<const float>{from, asked}, 0, 0), 0, n, channels, query + h * QUERIES * d, d);
         }
+        Best best[QUERIES];
+        for (long i = 0; i < n; ++i) best[i] = Best(picks, scratch), best[i].start();
         for (long s = 0; s < end; s += SPAN) {
             const long some = std::min(SPAN, end - s), width = whole_vectors(some);
             read_turned(keys, s, some, channels, d, SPAN, key, turned);
+            std::memset(scores, 0, sizeof(float) * n * SPAN);
             for (long h = 0; h < heads; ++h) {
                 gemm<false>(n, width, channels, query + h * QUERIES * d, d, 1, turned, SPAN, x, SPAN);
                 for (long i = 0; i < n; ++i) {
                     const vec weight = splat(weights[(row * queries + first + i) * heads + h]);
-                    float* total = scores + i * wide + s;
-                    for (long j = 0; j < width; j += W)
-                        store(total + j, (h ? load(total + j) : vec{}) + weight * at_least(0.0f, load(x + i * SPAN + j)));
+                    for (long j = i * SPAN; j < i * SPAN + width; j += W)
+                        store(scores + j, load(scores + j) + weight * at_least(0.0f, load(x + j)));
                 }
             }
+            for (long i = 0; i < n; ++i) best[i].add(scores + i * SPAN, std::min<long>(some, place[i] + 1 - s), s);
         }
-        for (long i = 0; i < n; ++i)
-            best.take(scores + i * wide, std::min<long>(end, place[i] + 1), index + (row * queries + first + i) * picks);
+        for (long i = 0; i < n; ++i) best[i].finish(index + (row * queries + first + i) * picks);
     }
 };
 
@@ -377,7 +399,7 @@ struct Largest {
     void run(long unit, Scratch scratch) const {
         Best best(picks, scratch);
         for (long i = unit * SOME; i < std::min(rows, (unit + 1) * SOME); ++i)
-            best.take(x + i * scores, scores, index + i * picks);
+            best.start(), best.add(x + i * scores, scores, 0), best.finish(index + i * picks);
     }
 };
 
