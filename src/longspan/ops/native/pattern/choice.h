@@ -38,7 +38,9 @@ struct Section {
     Section(const Choice& choice, long unit, long begin, long end, long number, long most)
         : choice(choice), batch(unit / choice.groups), group(unit % choice.groups), begin(begin + number * tokens(choice, most)),
           queries(std::min(tokens(choice, most), end - this->begin)) {}
-    static long tokens(const Choice& choice, long most) { return std::max(1L, most / choice.shared()); }
+    static long tokens(const Choice& choice, long most) {
+        return std::max(1L, std::min(choice.queries, most / choice.shared()));
+    }
     static long count(const Choice& choice, long queries, long most) {
         return (queries + tokens(choice, most) - 1) / tokens(choice, most);
     }

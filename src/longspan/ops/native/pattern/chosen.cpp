@@ -122,7 +122,8 @@ struct Backward {
     void add(const Section& section, float* dkeys, float* dvalues, Scratch scratch) const {
         const long kp = choice.kp(), vp = choice.vp(), rows = section.rows();
         float *asked = scratch.take(rows * kp), *sum = scratch.take(rows * kp), *grad = scratch.take(rows * vp);
-        float *delta = scratch.take(whole_vectors(rows)), *logs = scratch.take(whole_vectors(rows)), *query = scratch.take(TILE * kp), *found = scratch.take(TILE * kp);
+        float *delta = scratch.take(whole_vectors(rows)), *logs = scratch.take(whole_vectors(rows));
+        float *query = scratch.take(TILE * kp), *found = scratch.take(TILE * kp);
         float *up = scratch.take(TILE * vp), *p = scratch.take(TILE * SPAN), *ds = scratch.take(TILE * SPAN);
         float *key = scratch.take(SPAN * kp), *key_turned = scratch.take(SPAN * kp), *value = scratch.take(SPAN * vp);
         float* value_turned = scratch.take(SPAN * vp);

@@ -28,17 +28,17 @@ void each_section(const Choice& choice, long unit, F use) {
         use(Section(choice, unit / parts, begin, end, s, ROWS));
 }
 
-// Tokens that follow each other among the visited ones, and their pairs: from ``begin`` on the rows that visit token 0, and
-// then those of the next ones.
+// Some visited tokens and their pairs, from pair ``begin`` of the section on: the rows that visit the first token, and then
+// those of the next ones.
 struct Group {
     long n, pairs, begin;
-    std::int32_t tokens[PAIRS], *slots;  // the place of each pair's token among these
+    std::int32_t tokens[PAIRS], *slots;  // n tokens, and the place of each pair's token among them
     const std::int32_t* rows;            // of the pairs
 
     static long floats(const Choice& c) { return whole_vectors(PAIRS + rows_of(c)); }
     explicit Group(const Choice& c, Scratch& scratch) : slots(reinterpret_cast<std::int32_t*>(scratch.take(floats(c)))) {}
 
-    // Calls use(first, last) with the group at the pairs of each token.
+    // Calls use() with each group in turn.
     template <class F>
     void each(const Visits& visits, F use) {
         for (long c = 0; c < visits.count;) {
@@ -125,7 +125,8 @@ struct Forward {
         const Visits visits(section, ROWS, scratch);
         Group group(choice, scratch);
         float *asked = scratch.take(rows * kp), *sum = scratch.take(rows * vp), *top = scratch.take(whole_vectors(rows));
-        float *below = scratch.take(whole_vectors(rows)), *token = scratch.take(PAIRS * std::max(kp, vp)), *logits = scratch.take(0);
+        float *below = scratch.take(whole_vectors(rows)), *token = scratch.take(PAIRS * std::max(kp, vp));
+        float* logits = scratch.take(whole_vectors(rows * choice.picks + W));  // of all pairs
         read_section(operands, Q, section, choice.keys, asked);
         scale_rows(asked, rows, kp, choice.scale);
         std::memset(sum, 0, sizeof(float) * rows * vp);
@@ -176,7 +177,8 @@ struct Backward {
     void run(long unit, Scratch scratch) const {
         float* dkeys = sums + unit * choice.tokens * (choice.kp() + choice.vp());
         std::memset(dkeys, 0, sizeof(float) * choice.tokens * (choice.kp() + choice.vp()));
-        each_section(choice, unit, [&](const Section& section) { add(section, dkeys, dkeys + choice.tokens * choice.kp(), scratch); });
+        float* dvalues = dkeys + choice.tokens * choice.kp();
+        each_section(choice, unit, [&](const Section& section) { add(section, dkeys, dvalues, scratch); });
     }
 
     void add(const Section& section, float* dkeys, float* dvalues, Scratch scratch) const {
