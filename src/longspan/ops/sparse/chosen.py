@@ -28,7 +28,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor, blocks: Tensor, size: in
 
     Keys are cut into blocks of ``size`` tokens. The choice has no gradient. The queries of a block are gathered, so
     that each product has many of them, and recomputed in the backward pass. Memory is that of the operands, and on a
-    CPU of one head's sums per thread, which works on whole heads of keys.
+    CPU of one head's sums per thread.
 
     Args:
         q: (B,H,N,D) queries.

@@ -65,9 +65,13 @@ inline void cap_rows(float* x, long rows, long width, long ld, float cap) {
 }
 
 inline float largest(vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps((__m512)x);
+#else
     float out = x[0];
     for (long i = 1; i < W; ++i) out = x[i] > out ? x[i] : out;
     return out;
+#endif
 }
 
 inline void scale_rows(float* x, long rows, long width, float by) {
@@ -119,10 +123,12 @@ inline void weigh(float* x, long width, float& top, float& below, float* sum, lo
         store(x + j, p);
         total += p;
     }
-    const float kept = top > NEVER ? std::exp(top - now) : 0.0f;
-    if (now > top && below > 0.0f)
+    if (now > top && below > 0.0f) {
+        const vec kept = exponential(splat(top - now));
         for (long j = 0; j < vp; j += W) store(sum + j, load(sum + j) * kept);
-    below = below * kept + ::sum(total);
+        below *= kept[0];
+    }
+    below += ::sum(total);
     top = now;
 }
 

@@ -6,31 +6,8 @@ namespace {
 
 constexpr long TILE = 64;   // queries that are gathered together
 constexpr long SPAN = 128;  // keys of a block that are read together
-
-// Queries that read one head of keys.
-inline long rows_of(const Choice& choice) { return choice.shared() * choice.queries; }
-
-// The rows that visit each block, in ascending order: rows[e] for e in begin[c] ... begin[c + 1].
-struct Visits {
-    std::int32_t *begin, *rows;
-
-    static long floats(const Choice& c) { return rows_of(c) * c.picks + c.count() + 1; }  // which hold 32-bit numbers
-
-    Visits(const Choice& choice, long unit, Scratch& scratch)
-        : begin(reinterpret_cast<std::int32_t*>(scratch.take(choice.count() + 1))),
-          rows(reinterpret_cast<std::int32_t*>(scratch.take(rows_of(choice) * choice.picks))) {
-        const long count = choice.count(), batch = unit / choice.groups;
-        const auto each = [&](long row, auto use) {
-            choice.each(batch, unit % choice.groups * choice.shared() + row / choice.queries, row % choice.queries, use);
-        };
-        std::memset(begin, 0, sizeof(std::int32_t) * (count + 1));
-        for (long row = 0; row < rows_of(choice); ++row) each(row, [&](long block) { ++begin[block]; });
-        for (long c = 0, total = 0; c <= count; ++c) total += begin[c], begin[c] = static_cast<std::int32_t>(total);
-        // Filled from the end, after which begin[c] is the start of a block.
-        for (long row = rows_of(choice) - 1; row >= 0; --row)
-            each(row, [&](long block) { rows[--begin[block]] = static_cast<std::int32_t>(row); });
-    }
-};
+// Rows whose queries and sums stay in the cache while all keys pass by.
+constexpr long FORWARD = 1536, BACKWARD = 1024;
 
 // Keys ``first`` ... ``first + cols`` and the rows that visit them.
 struct KeyPart {
@@ -39,7 +16,7 @@ struct KeyPart {
 
 template <class F>
 void each_part(const Choice& choice, const Visits& visits, F use) {
-    for (long c = 0; c < choice.count(); ++c)
+    for (long c = 0; c < visits.count; ++c)
         for (long first = c * choice.size, end = std::min(first + choice.size, choice.tokens); first < end; first += SPAN)
             if (visits.begin[c] < visits.begin[c + 1]) {
                 const long cols = std::min(SPAN, end - first);
@@ -47,21 +24,23 @@ void each_part(const Choice& choice, const Visits& visits, F use) {
             }
 }
 
-// Rows of one unit, gathered into out (n, ld).
-template <class T>
-void gather(const Choice& choice, const Operands<T>& operands, Operand i, long unit, const std::int32_t* rows, long n, long width,
-            float* out, long ld) {
-    for (; n > 0; --n, ++rows, out += ld) {
-        const long head = unit % choice.groups * choice.shared() + *rows / choice.queries;
-        read_row(operands.in(i, unit / choice.groups, head), *rows % choice.queries, width, out, ld, same);
-    }
+// The given rows of x (.,ld), n of them, into out.
+inline void gather(const float* x, const std::int32_t* rows, long n, float* out, long ld) {
+    for (long i = 0; i < n; ++i)
+        for (long j = 0; j < ld; j += W) store(out + i * ld + j, load(x + rows[i] * ld + j));
+}
+
+// The position of the query of each row.
+inline const std::int64_t* positions(const Section& section, Scratch& scratch) {
+    std::int64_t* last = reinterpret_cast<std::int64_t*>(scratch.take(2 * whole_vectors(section.rows())));
+    for (long row = 0; row < section.rows(); ++row) last[row] = section.at(row);
+    return last;
 }
 
 // Logits of a tile of rows: NEVER after the position of a query, and beyond the last key.
-inline void hide_later(const Choice& choice, long unit, const std::int32_t* rows, long n, KeyPart part, float* x) {
-    const std::int64_t* at = choice.at + unit / choice.groups * choice.queries;
+inline void hide_later(const std::int64_t* last, const std::int32_t* rows, long n, KeyPart part, float* x) {
     for (long i = 0; i < n; ++i)
-        for (long j = std::max(0L, std::min(part.cols, at[rows[i] % choice.queries] - part.first + 1)); j < part.width; ++j)
+        for (long j = std::max(0L, std::min<long>(part.cols, last[rows[i]] - part.first + 1)); j < part.width; ++j)
             x[i * SPAN + j] = NEVER;
 }
 
@@ -70,32 +49,38 @@ struct Forward {
     const Choice& choice;
     Operands<T> operands;
 
-    long units() const { return choice.batch * choice.groups; }
+    long sections() const { return Section::count(choice, choice.queries, FORWARD); }
+    long units() const { return choice.batch * choice.groups * sections(); }
     long scratch() const {
         const Choice& c = choice;
-        return Visits::floats(c) + rows_of(c) * c.vp() + 2 * whole_vectors(rows_of(c)) + TILE * (c.kp() + c.vp() + SPAN) +
-               SPAN * (2 * c.kp() + c.vp());
+        const long rows = c.shared() * Section::tokens(c, FORWARD);
+        return Visits::floats(c, FORWARD) + rows * (c.kp() + c.vp()) + 4 * whole_vectors(rows) +
+               TILE * (c.kp() + c.vp() + SPAN) + SPAN * (2 * c.kp() + c.vp());
     }
 
     void run(long unit, Scratch scratch) const {
-        const long kp = choice.kp(), vp = choice.vp(), rows = rows_of(choice), batch = unit / choice.groups;
-        float *sum = scratch.take(rows * vp), *top = scratch.take(whole_vectors(rows)), *below = scratch.take(whole_vectors(rows));
-        float *query = scratch.take(TILE * kp), *read_value = scratch.take(TILE * vp), *logits = scratch.take(TILE * SPAN);
-        float *key = scratch.take(SPAN * kp), *turned = scratch.take(SPAN * kp), *value = scratch.take(SPAN * vp);
-        const Visits visits(choice, unit, scratch);
+        const Section section(choice, unit / sections(), 0, choice.queries, unit % sections(), FORWARD);
+        const long kp = choice.kp(), vp = choice.vp(), rows = section.rows();
+        float *asked = scratch.take(rows * kp), *sum = scratch.take(rows * vp), *top = scratch.take(whole_vectors(rows));
+        float *below = scratch.take(whole_vectors(rows)), *query = scratch.take(TILE * kp), *read_value = scratch.take(TILE * vp);
+        float *logits = scratch.take(TILE * SPAN), *key = scratch.take(SPAN * kp), *turned = scratch.take(SPAN * kp);
+        float* value = scratch.take(SPAN * vp);
+        const Visits visits(section, FORWARD, scratch);
+        const std::int64_t* last = positions(section, scratch);
+        read_section(operands, Q, section, choice.keys, asked);
+        scale_rows(asked, rows, kp, choice.scale);
         std::memset(sum, 0, sizeof(float) * rows * vp);
         for (long i = 0; i < rows; ++i) top[i] = NEVER, below[i] = 0.0f;
-        const auto keys = operands.in(K, batch, unit % choice.groups), values = operands.in(V, batch, unit % choice.groups);
+        const auto keys = operands.in(K, section.batch, section.group), values = operands.in(V, section.batch, section.group);
         each_part(choice, visits, [&](long c, KeyPart part) {
             read_turned(keys, part.first, part.cols, choice.keys, kp, SPAN, key, turned);
             read(values, part.first, part.cols, choice.values, value, vp);
             for (long e = visits.begin[c]; e < visits.begin[c + 1]; e += TILE) {
                 const long n = std::min<long>(TILE, visits.begin[c + 1] - e);
                 const std::int32_t* at = visits.rows + e;
-                gather(choice, operands, Q, unit, at, n, choice.keys, query, kp);
-                scale_rows(query, n, kp, choice.scale);
+                gather(asked, at, n, query, kp);
                 gemm<false>(n, part.width, choice.keys, query, kp, 1, turned, SPAN, logits, SPAN);
-                hide_later(choice, unit, at, n, part, logits);
+                hide_later(last, at, n, part, logits);
                 for (long i = 0; i < n; ++i)
                     weigh(logits + i * SPAN, part.width, top[at[i]], below[at[i]], sum + at[i] * vp, vp);
                 gemm<false>(n, vp, part.cols, logits, SPAN, 1, value, vp, read_value, vp);
@@ -103,12 +88,10 @@ struct Forward {
             }
         });
         for (long i = 0; i < rows; ++i) {
-            const long head = unit % choice.groups * choice.shared() + i / choice.queries, token = i % choice.queries;
             scale_rows(sum + i * vp, 1, vp, below[i] > 0.0f ? 1.0f / below[i] : 0.0f);
-            write(sum + i * vp, vp, operands.out(OUT, batch, head), token, 1, choice.values);
-            operands.lse[(batch * choice.heads + head) * choice.queries + token] =
-                below[i] > 0.0f ? top[i] + std::log(below[i]) : -INFINITY;
+            operands.lse[section.place(i)] = below[i] > 0.0f ? top[i] + std::log(below[i]) : -INFINITY;
         }
+        write_section(sum, operands, OUT, section, choice.values);
     }
 };
 
@@ -120,42 +103,51 @@ struct Backward {
     long units() const { return choice.batch * choice.groups; }
     long scratch() const {
         const Choice& c = choice;
-        return Visits::floats(c) + rows_of(c) * c.kp() + whole_vectors(rows_of(c)) + TILE * (2 * c.kp() + 2 * c.vp() + 2 * SPAN) +
-               (2 * SPAN + c.tokens) * (c.kp() + c.vp());
+        const long rows = c.shared() * Section::tokens(c, BACKWARD);
+        return Visits::floats(c, BACKWARD) + rows * (2 * c.kp() + c.vp()) + 4 * whole_vectors(rows) +
+               TILE * (2 * c.kp() + c.vp() + 2 * SPAN) + (2 * SPAN + c.tokens) * (c.kp() + c.vp());
     }
 
     void run(long unit, Scratch scratch) const {
-        const long kp = choice.kp(), vp = choice.vp(), rows = rows_of(choice);
-        const long batch = unit / choice.groups, group = unit % choice.groups;
-        float *sum = scratch.take(rows * kp), *delta = scratch.take(whole_vectors(rows));
-        float *query = scratch.take(TILE * kp), *found = scratch.take(TILE * kp), *up = scratch.take(TILE * vp);
-        float *output = scratch.take(TILE * vp), *p = scratch.take(TILE * SPAN), *ds = scratch.take(TILE * SPAN);
-        float *key = scratch.take(SPAN * kp), *key_turned = scratch.take(SPAN * kp), *value = scratch.take(SPAN * vp);
-        float* value_turned = scratch.take(SPAN * vp);
+        const long kp = choice.kp(), vp = choice.vp(), batch = unit / choice.groups, group = unit % choice.groups;
         float *dkeys = scratch.take(choice.tokens * kp), *dvalues = scratch.take(choice.tokens * vp);
-        const Visits visits(choice, unit, scratch);
-        std::memset(sum, 0, sizeof(float) * rows * kp);
         std::memset(dkeys, 0, sizeof(float) * choice.tokens * kp);
         std::memset(dvalues, 0, sizeof(float) * choice.tokens * vp);
+        for (long s = 0; s < Section::count(choice, choice.queries, BACKWARD); ++s)
+            add(Section(choice, unit, 0, choice.queries, s, BACKWARD), dkeys, dvalues, scratch);
+        write(dkeys, kp, operands.out(DK, batch, group), 0, choice.tokens, choice.keys);
+        write(dvalues, vp, operands.out(DV, batch, group), 0, choice.tokens, choice.values);
+    }
+
+    void add(const Section& section, float* dkeys, float* dvalues, Scratch scratch) const {
+        const long kp = choice.kp(), vp = choice.vp(), rows = section.rows();
+        float *asked = scratch.take(rows * kp), *sum = scratch.take(rows * kp), *grad = scratch.take(rows * vp);
+        float *delta = scratch.take(whole_vectors(rows)), *logs = scratch.take(whole_vectors(rows));
+        float *query = scratch.take(TILE * kp), *found = scratch.take(TILE * kp);
+        float *up = scratch.take(TILE * vp), *p = scratch.take(TILE * SPAN), *ds = scratch.take(TILE * SPAN);
+        float *key = scratch.take(SPAN * kp), *key_turned = scratch.take(SPAN * kp), *value = scratch.take(SPAN * vp);
+        float* value_turned = scratch.take(SPAN * vp);
+        const Visits visits(section, BACKWARD, scratch);
+        const std::int64_t* last = positions(section, scratch);
+        read_section(operands, Q, section, choice.keys, asked);
+        scale_rows(asked, rows, kp, choice.scale);
+        read_section(operands, GRAD, section, choice.values, grad);
         for (long i = 0; i < rows; ++i) {
-            const std::int32_t row = static_cast<std::int32_t>(i);
-            gather(choice, operands, GRAD, unit, &row, 1, choice.values, up, vp);
-            gather(choice, operands, OUT, unit, &row, 1, choice.values, output, vp);
-            delta[i] = ::sum(dot_lanes(up, output, vp));
+            read_row(operands.in(OUT, section.batch, section.head(i)), section.token(i), choice.values, up, vp, same);
+            delta[i] = ::sum(dot_lanes(grad + i * vp, up, vp)), logs[i] = operands.lse[section.place(i)];
         }
-        const auto keys = operands.in(K, batch, group), values = operands.in(V, batch, group);
-        const float* logs = operands.lse + (batch * choice.heads + group * choice.shared()) * choice.queries;  // by row
+        std::memset(sum, 0, sizeof(float) * rows * kp);
+        const auto keys = operands.in(K, section.batch, section.group), values = operands.in(V, section.batch, section.group);
         each_part(choice, visits, [&](long c, KeyPart part) {
             read_turned(keys, part.first, part.cols, choice.keys, kp, SPAN, key, key_turned);
             read_turned(values, part.first, part.cols, choice.values, vp, SPAN, value, value_turned);
             for (long e = visits.begin[c]; e < visits.begin[c + 1]; e += TILE) {
                 const long n = std::min<long>(TILE, visits.begin[c + 1] - e);
                 const std::int32_t* at = visits.rows + e;
-                gather(choice, operands, Q, unit, at, n, choice.keys, query, kp);
-                scale_rows(query, n, kp, choice.scale);
-                gather(choice, operands, GRAD, unit, at, n, choice.values, up, vp);
+                gather(asked, at, n, query, kp);
+                gather(grad, at, n, up, vp);
                 gemm<false>(n, part.width, choice.keys, query, kp, 1, key_turned, SPAN, p, SPAN);
-                hide_later(choice, unit, at, n, part, p);
+                hide_later(last, at, n, part, p);
                 gemm<false>(n, part.width, choice.values, up, vp, 1, value_turned, SPAN, ds, SPAN);
                 for (long i = 0; i < n; ++i)
                     slopes(p + i * SPAN, ds + i * SPAN, part.width, logs[at[i]], delta[at[i]], 0.0f);
@@ -166,11 +158,7 @@ struct Backward {
             }
         });
         scale_rows(sum, rows, kp, choice.scale);
-        for (long r = 0; r < choice.shared(); ++r)
-            write(sum + r * choice.queries * kp, kp, operands.out(DQ, batch, group * choice.shared() + r), 0,
-                  choice.queries, choice.keys);
-        write(dkeys, kp, operands.out(DK, batch, group), 0, choice.tokens, choice.keys);
-        write(dvalues, vp, operands.out(DV, batch, group), 0, choice.tokens, choice.values);
+        write_section(sum, operands, DQ, section, choice.keys);
     }
 };
 

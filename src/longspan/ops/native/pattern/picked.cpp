@@ -7,105 +7,101 @@
 namespace {
 
 constexpr long SPAN = 128;    // tokens that are scored together
-constexpr long QUERIES = 32;  // queries of a unit of the choice
+constexpr long QUERIES = 48;  // queries of a unit of the choice
 
-// The heads that share a head of keys are cut into parts of the queries, each with its own sums of the gradients of keys. The
-// result depends on their number, which therefore does not depend on the threads.
+// The queries of a head of keys are cut into parts, each with its own sums of the gradients of keys. The result depends on
+// their number, which therefore does not depend on the threads.
 inline long parts_of(const Choice& choice) { return choice.batch * choice.groups < 8 ? 4 : 1; }
 
-struct Share {
-    long batch, group, begin, end;
-    Share(const Choice& c, long unit, long parts)
-        : batch(unit / parts / c.groups), group(unit / parts % c.groups), begin(c.queries * (unit % parts) / parts),
-          end(c.queries * (unit % parts + 1) / parts) {}
-};
+constexpr long ROWS = 512;  // rows whose queries and sums stay in the cache while all tokens pass by
+constexpr long PAIRS = 32;  // pairs of a row and a token that are read together, at least
+constexpr long AHEAD = 48;  // tokens from the one that is read to the one that is fetched
 
-// Tokens of one head of keys, of which all are packed first if they are read more than twice.
-template <class T>
-struct Head {
-    Rows<const T> rows;
-    long width, ld;
-    float *packed, *room;  // (M,ld), or null; (W,ld)
+inline long rows_of(const Choice& choice) { return choice.shared() * Section::tokens(choice, ROWS); }
 
-    Head(Rows<const T> rows, const Choice& choice, Share share, long width, Scratch& scratch)
-        : rows(rows), width(width), ld(whole_vectors(width)),
-          packed((share.end - share.begin) * choice.picks > 2 * choice.tokens ? scratch.take(choice.tokens * ld) : nullptr),
-          room(scratch.take(W * ld)) {
-        if (packed) read(rows, 0, choice.tokens, width, packed, ld);
-    }
-    static long floats(const Choice& choice, long width) { return (choice.tokens + W) * whole_vectors(width); }
-    // W rows, of which those after the n-th repeat the first.
-    void find(const std::int64_t* tokens, long n, const float** out) const {
-        for (long t = 0; t < W; ++t) {
-            const long token = tokens[t < n ? t : 0];
-            out[t] = packed ? packed + token * ld : room + (t < n ? t : 0) * ld;
-            if (!packed && t < n) read_row(rows, token, width, room + t * ld, ld, same);
-        }
-        // Rows are too far apart for the hardware.
-        if (packed)
-            for (long t = n; t < n + W; ++t)
-                for (long j = 0; j < ld; j += 16) __builtin_prefetch(packed + tokens[t] * ld + j, 0, 3);
-    }
-};
-
-// The products of W rows with one.
-inline vec dots(const float* const* rows, const float* x, long ld) {
-    vec acc[W] = {};
-    for (long j = 0; j < ld; j += W) {
-        const vec y = load(x + j);
-        for (long t = 0; t < W; ++t) acc[t] += y * load(rows[t] + j);
-    }
-    float lanes[W * W], out[W];
-    for (long t = 0; t < W; ++t) store(lanes + t * W, acc[t]);
-    sum_lanes(lanes, W, out);
-    return load(out);
+// Calls use(section) for the sections of a unit, which is a part of the queries of a head of keys.
+template <class F>
+void each_section(const Choice& choice, long unit, F use) {
+    const long parts = parts_of(choice), part = unit % parts;
+    const long begin = choice.queries * part / parts, end = choice.queries * (part + 1) / parts;
+    for (long s = 0; s < Section::count(choice, end - begin, ROWS); ++s)
+        use(Section(choice, unit / parts, begin, end, s, ROWS));
 }
 
-// sum (ld) += p (n) rows (n, ld)
-inline void mix(const float* const* rows, const float* p, long n, float* sum, long ld) {
-    for (long j = 0; j < ld; j += W) {
-        vec acc = load(sum + j);
-        for (long t = 0; t < n; ++t) acc += p[t] * load(rows[t] + j);
-        store(sum + j, acc);
-    }
-}
+// Some visited tokens and their pairs, from pair ``begin`` of the section on: the rows that visit the first token, and then
+// those of the next ones.
+struct Group {
+    long n, pairs, begin;
+    std::int32_t tokens[PAIRS], *slots;  // n tokens, and the place of each pair's token among them
+    const std::int32_t* rows;            // of the pairs
 
-// row (ld) += sum_r p[r * step] x (r, ld)
-inline void spread(const float* p, long step, const float* x, long n, float* row, long ld) {
-    for (long j = 0; j < ld; j += W) {
-        vec acc = load(row + j);
-        for (long r = 0; r < n; ++r) acc += p[r * step] * load(x + r * ld + j);
-        store(row + j, acc);
-    }
-}
+    static long floats(const Choice& c) { return whole_vectors(PAIRS + rows_of(c)); }
+    explicit Group(const Choice& c, Scratch& scratch) : slots(reinterpret_cast<std::int32_t*>(scratch.take(floats(c)))) {}
 
-// The tokens that a query picked, and 0 for W more; returns their number.
-inline long tokens_of(const Choice& choice, Share share, long query, std::int64_t* out) {
-    long n = 0;
-    choice.each(share.batch, share.group * choice.shared(), query, [&](long token) { out[n++] = token; });
-    for (long t = 0; t < 2 * W; ++t) out[n + t] = 0;
-    return n;
-}
-inline long token_floats(const Choice& choice) { return 2 * (choice.picks + 2 * W); }
-
-// Queries, or what is laid out like them: the heads that share a head of keys, (shared, ld).
-template <class T>
-void read_heads(const Choice& choice, const Operands<T>& operands, Operand i, Share share, long query, long width, float* out) {
-    for (long r = 0; r < choice.shared(); ++r, out += whole_vectors(width))
-        read_row(operands.in(i, share.batch, share.group * choice.shared() + r), query, width, out, whole_vectors(width), same);
-}
-
-// Products of the heads (shared, ld) and the tokens, (shared, step); NEVER after the last.
-template <class T>
-void score(const Choice& choice, const Head<T>& head, const std::int64_t* tokens, long n, const float* x, float* out, long step) {
-    const float* rows[W];
-    for (long s = 0; s < n; s += W) {
-        head.find(tokens + s, std::min(W, n - s), rows);
-        for (long r = 0; r < choice.shared(); ++r) {
-            store(out + r * step + s, dots(rows, x + r * head.ld, head.ld));
-            for (long t = n - s; t < W; ++t) out[r * step + s + t] = NEVER;
+    // Calls use() with each group in turn.
+    template <class F>
+    void each(const Visits& visits, F use) {
+        for (long c = 0; c < visits.count;) {
+            for (n = 0, begin = visits.begin[c], pairs = 0; c < visits.count && pairs < PAIRS; ++c) {
+                const long more = visits.begin[c + 1] - visits.begin[c];
+                if (!more) continue;
+                std::fill(slots + pairs, slots + pairs + more, static_cast<std::int32_t>(n));
+                tokens[n++] = static_cast<std::int32_t>(c), pairs += more;
+            }
+            rows = visits.rows + begin;
+            if (pairs) use();
         }
     }
+    // The tokens of a head into out (n, ld).
+    template <class T>
+    void read_tokens(Rows<const T> head, long width, float* out, long ld) const {
+        for (long i = 0; i < n; ++i) {
+            fetch(head, Tokens{0, tokens[i] + AHEAD, 1}, width);
+            read_row(head, tokens[i], width, out + i * ld, ld, same);
+        }
+    }
+    // Products of rows of x (.,ld) and the tokens y (n,ld), for each pair; the vector at the end is filled.
+    void score(const float* x, const float* y, long ld, float* out) const {
+        float lanes[W * W];
+        for (long e = 0; e < pairs; e += W) {
+            for (long t = 0; t < W; ++t) {
+                const long i = std::min(e + t, pairs - 1);
+                store(lanes + t * W, dot_lanes(x + rows[i] * ld, y + slots[i] * ld, ld));
+            }
+            sum_lanes(lanes, W, out + e);
+        }
+    }
+    // The numbers of the rows of W pairs, from pair e on.
+    vec of_rows(const float* x, long e) const {
+        vec out;
+        for (long t = 0; t < W; ++t) out[t] = x[rows[std::min(e + t, pairs - 1)]];
+        return out;
+    }
+};
+
+// For NV vectors of columns of the pairs of one token: sum[row] += p token, and total += p x[row].
+template <int NV, bool SUM, bool TOTAL>
+LONGSPAN_INLINE void mix(const float* p, const std::int32_t* rows, long n, const float* token, float* sum, const float* x,
+                         float* total, long ld) {
+    vec y[NV], acc[NV];
+    for (int j = 0; j < NV; ++j) y[j] = SUM ? load(token + j * W) : vec{}, acc[j] = TOTAL ? load(total + j * W) : vec{};
+    for (long e = 0; e < n; ++e) {
+        const vec by = splat(p[e]);
+        for (int j = 0; j < NV; ++j) {
+            const long at = rows[e] * ld + j * W;
+            if (TOTAL) acc[j] += by * load(x + at);
+            if (SUM) store(sum + at, load(sum + at) + by * y[j]);
+        }
+    }
+    for (int j = 0; j < NV; ++j)
+        if (TOTAL) store(total + j * W, acc[j]);
+}
+template <bool SUM, bool TOTAL>
+void mix_rows(const float* p, const std::int32_t* rows, long n, const float* token, float* sum, const float* x, float* total,
+              long ld) {
+    long j = 0;
+    for (; j + 4 * W <= ld; j += 4 * W) mix<4, SUM, TOTAL>(p, rows, n, token + j, sum + j, x + j, total + j, ld);
+    for (; j < ld; j += W) mix<1, SUM, TOTAL>(p, rows, n, token + j, sum + j, x + j, total + j, ld);
 }
 
 template <class T>
@@ -113,42 +109,55 @@ struct Forward {
     const Choice& choice;
     Operands<T> operands;
 
-    long units() const { return choice.batch * choice.groups * 4; }
+    long units() const { return choice.batch * choice.groups * parts_of(choice); }
     long scratch() const {
         const Choice& c = choice;
-        return Head<T>::floats(c, c.keys) + Head<T>::floats(c, c.values) + token_floats(c) +
-               c.shared() * (c.kp() + c.vp() + whole_vectors(c.picks));
+        return Visits::floats(c, ROWS) + Group::floats(c) + rows_of(c) * (c.kp() + c.vp()) + 2 * whole_vectors(rows_of(c)) +
+               whole_vectors(rows_of(c) * c.picks + W) + PAIRS * std::max(c.kp(), c.vp());
     }
 
     void run(long unit, Scratch scratch) const {
-        const Share share(choice, unit, 4);
-        const long kp = choice.kp(), vp = choice.vp(), shared = choice.shared(), step = whole_vectors(choice.picks);
-        const Head<T> keys(operands.in(K, share.batch, share.group), choice, share, choice.keys, scratch);
-        const Head<T> values(operands.in(V, share.batch, share.group), choice, share, choice.values, scratch);
-        std::int64_t* tokens = reinterpret_cast<std::int64_t*>(scratch.take(token_floats(choice)));
-        float *query = scratch.take(shared * kp), *sum = scratch.take(shared * vp), *p = scratch.take(shared * step);
-        const float* rows[W];
-        for (long i = share.begin; i < share.end; ++i) {
-            const long n = tokens_of(choice, share, i, tokens);
-            read_heads(choice, operands, Q, share, i, choice.keys, query);
-            scale_rows(query, shared, kp, choice.scale);
-            score(choice, keys, tokens, n, query, p, step);
-            std::memset(sum, 0, sizeof(float) * shared * vp);
-            for (long r = 0; r < shared; ++r) {
-                float top = NEVER, below = 0.0f;
-                if (n) weigh(p + r * step, whole_vectors(n), top, below, sum, vp);
-                for (long s = 0; s < n; s += W) store(p + r * step + s, load(p + r * step + s) / below);
-                operands.lse[(share.batch * choice.heads + share.group * shared + r) * choice.queries + i] =
-                    n ? top + std::log(below) : -INFINITY;
+        each_section(choice, unit, [&](const Section& section) { attend(section, scratch); });
+    }
+
+    void attend(const Section& section, Scratch scratch) const {
+        const long kp = choice.kp(), vp = choice.vp(), rows = section.rows();
+        const Visits visits(section, ROWS, scratch);
+        Group group(choice, scratch);
+        float *asked = scratch.take(rows * kp), *sum = scratch.take(rows * vp), *top = scratch.take(whole_vectors(rows));
+        float *below = scratch.take(whole_vectors(rows)), *token = scratch.take(PAIRS * std::max(kp, vp));
+        float* logits = scratch.take(whole_vectors(rows * choice.picks + W));  // of all pairs
+        read_section(operands, Q, section, choice.keys, asked);
+        scale_rows(asked, rows, kp, choice.scale);
+        std::memset(sum, 0, sizeof(float) * rows * vp);
+        for (long i = 0; i < rows; ++i) top[i] = NEVER, below[i] = 0.0f;
+        const auto keys = operands.in(K, section.batch, section.group), values = operands.in(V, section.batch, section.group);
+        group.each(visits, [&] {
+            float* x = logits + group.begin;
+            group.read_tokens(keys, choice.keys, token, kp);
+            group.score(asked, token, kp, x);
+            for (long e = 0; e < group.pairs; ++e) top[group.rows[e]] = std::max(top[group.rows[e]], x[e]);
+        });
+        group.each(visits, [&] {
+            float* p = logits + group.begin;
+            group.read_tokens(values, choice.values, token, vp);
+            // The vector at the end holds logits of the next group.
+            for (long e = 0; e < group.pairs; e += W) {
+                float some[W];
+                store(some, exponential(load(p + e) - group.of_rows(top, e)));
+                std::copy(some, some + std::min(W, group.pairs - e), p + e);
             }
-            for (long s = 0; s < n; s += W) {
-                const long some = std::min(W, n - s);
-                values.find(tokens + s, some, rows);
-                for (long r = 0; r < shared; ++r) mix(rows, p + r * step + s, some, sum + r * vp, vp);
+            for (long e = 0; e < group.pairs; ++e) below[group.rows[e]] += p[e];
+            for (long i = 0, e = 0, end; i < group.n; ++i, e = end) {
+                for (end = e; end < group.pairs && group.slots[end] == i;) ++end;
+                mix_rows<true, false>(p + e, group.rows + e, end - e, token + i * vp, sum, nullptr, nullptr, vp);
             }
-            for (long r = 0; r < shared; ++r)
-                write(sum + r * vp, vp, operands.out(OUT, share.batch, share.group * shared + r), i, 1, choice.values);
+        });
+        for (long i = 0; i < rows; ++i) {
+            scale_rows(sum + i * vp, 1, vp, below[i] > 0.0f ? 1.0f / below[i] : 0.0f);
+            operands.lse[section.place(i)] = below[i] > 0.0f ? top[i] + std::log(below[i]) : -INFINITY;
         }
+        write_section(sum, operands, OUT, section, choice.values);
     }
 };
 
@@ -161,48 +170,53 @@ struct Backward {
     long units() const { return choice.batch * choice.groups * parts_of(choice); }
     long scratch() const {
         const Choice& c = choice;
-        return Head<T>::floats(c, c.keys) + Head<T>::floats(c, c.values) + token_floats(c) +
-               c.shared() * (2 * c.kp() + 2 * c.vp() + 2 * whole_vectors(c.picks));
+        return Visits::floats(c, ROWS) + 3 * Group::floats(c) + rows_of(c) * (2 * c.kp() + c.vp()) + 2 * whole_vectors(rows_of(c)) +
+               PAIRS * (c.kp() + c.vp()) + c.vp();
     }
 
     void run(long unit, Scratch scratch) const {
-        const Share share(choice, unit, parts_of(choice));
-        const long kp = choice.kp(), vp = choice.vp(), shared = choice.shared(), step = whole_vectors(choice.picks);
-        const Head<T> keys(operands.in(K, share.batch, share.group), choice, share, choice.keys, scratch);
-        const Head<T> values(operands.in(V, share.batch, share.group), choice, share, choice.values, scratch);
-        std::int64_t* tokens = reinterpret_cast<std::int64_t*>(scratch.take(token_floats(choice)));
-        float *query = scratch.take(shared * kp), *sum = scratch.take(shared * kp), *up = scratch.take(shared * vp);
-        float *output = scratch.take(shared * vp), *p = scratch.take(shared * step), *ds = scratch.take(shared * step);
-        float *dkeys = sums + unit * choice.tokens * (kp + vp), *dvalues = dkeys + choice.tokens * kp;
-        std::memset(dkeys, 0, sizeof(float) * choice.tokens * (kp + vp));
-        const float* rows[W];
-        for (long i = share.begin; i < share.end; ++i) {
-            const long n = tokens_of(choice, share, i, tokens);
-            read_heads(choice, operands, Q, share, i, choice.keys, query);
-            read_heads(choice, operands, GRAD, share, i, choice.values, up);
-            read_heads(choice, operands, OUT, share, i, choice.values, output);
-            scale_rows(query, shared, kp, choice.scale);
-            score(choice, keys, tokens, n, query, p, step);
-            score(choice, values, tokens, n, up, ds, step);
-            for (long r = 0; r < shared && n; ++r) {
-                const float log = operands.lse[(share.batch * choice.heads + share.group * shared + r) * choice.queries + i];
-                for (long t = n; t < whole_vectors(n); ++t) ds[r * step + t] = 0.0f;
-                slopes(p + r * step, ds + r * step, whole_vectors(n), log, ::sum(dot_lanes(up + r * vp, output + r * vp, vp)), 0.0f);
-            }
-            std::memset(sum, 0, sizeof(float) * shared * kp);
-            for (long s = 0; s < n; s += W) {
-                const long some = std::min(W, n - s);
-                keys.find(tokens + s, some, rows);
-                for (long r = 0; r < shared; ++r) mix(rows, ds + r * step + s, some, sum + r * kp, kp);
-                for (long t = s; t < s + some; ++t) {
-                    spread(ds + t, step, query, shared, dkeys + tokens[t] * kp, kp);
-                    spread(p + t, step, up, shared, dvalues + tokens[t] * vp, vp);
-                }
-            }
-            scale_rows(sum, shared, kp, choice.scale);
-            for (long r = 0; r < shared; ++r)
-                write(sum + r * kp, kp, operands.out(DQ, share.batch, share.group * shared + r), i, 1, choice.keys);
+        float* dkeys = sums + unit * choice.tokens * (choice.kp() + choice.vp());
+        std::memset(dkeys, 0, sizeof(float) * choice.tokens * (choice.kp() + choice.vp()));
+        float* dvalues = dkeys + choice.tokens * choice.kp();
+        each_section(choice, unit, [&](const Section& section) { add(section, dkeys, dvalues, scratch); });
+    }
+
+    void add(const Section& section, float* dkeys, float* dvalues, Scratch scratch) const {
+        const long kp = choice.kp(), vp = choice.vp(), rows = section.rows();
+        const Visits visits(section, ROWS, scratch);
+        Group group(choice, scratch);
+        float *asked = scratch.take(rows * kp), *sum = scratch.take(rows * kp), *grad = scratch.take(rows * vp);
+        float *delta = scratch.take(whole_vectors(rows)), *logs = scratch.take(whole_vectors(rows)), *output = scratch.take(vp);
+        float *key = scratch.take(PAIRS * kp), *value = scratch.take(PAIRS * vp);
+        float *p = scratch.take(Group::floats(choice)), *ds = scratch.take(Group::floats(choice));
+        read_section(operands, Q, section, choice.keys, asked);
+        scale_rows(asked, rows, kp, choice.scale);
+        read_section(operands, GRAD, section, choice.values, grad);
+        for (long i = 0; i < rows; ++i) {
+            read_row(operands.in(OUT, section.batch, section.head(i)), section.token(i), choice.values, output, vp, same);
+            delta[i] = ::sum(dot_lanes(grad + i * vp, output, vp)), logs[i] = operands.lse[section.place(i)];
         }
+        std::memset(sum, 0, sizeof(float) * rows * kp);
+        const auto keys = operands.in(K, section.batch, section.group), values = operands.in(V, section.batch, section.group);
+        group.each(visits, [&] {
+            group.read_tokens(keys, choice.keys, key, kp);
+            group.read_tokens(values, choice.values, value, vp);
+            group.score(asked, key, kp, p);
+            group.score(grad, value, vp, ds);
+            for (long e = 0; e < group.pairs; e += W) {
+                const vec weight = exponential(load(p + e) - group.of_rows(logs, e));
+                store(ds + e, weight * (load(ds + e) - group.of_rows(delta, e)));
+                store(p + e, weight);
+            }
+            for (long i = 0, e = 0, end; i < group.n; ++i, e = end) {
+                for (end = e; end < group.pairs && group.slots[end] == i;) ++end;
+                const long token = group.tokens[i];
+                mix_rows<true, true>(ds + e, group.rows + e, end - e, key + i * kp, sum, asked, dkeys + token * kp, kp);
+                mix_rows<false, true>(p + e, group.rows + e, end - e, nullptr, nullptr, grad, dvalues + token * vp, vp);
+            }
+        });
+        scale_rows(sum, rows, kp, choice.scale);
+        write_section(sum, operands, DQ, section, choice.keys);
     }
 };
 
@@ -229,29 +243,28 @@ struct Total {
 // those above the least of the picks so far: later scores that equal it lose.
 class Best {
    public:
+    Best() = default;
     Best(long picks, Scratch& scratch)
         : picks(picks), ranks(reinterpret_cast<std::int32_t*>(scratch.take(room(picks)))),
           places(reinterpret_cast<std::int32_t*>(scratch.take(room(picks)))) {}
     static long floats(long picks) { return 2 * room(picks); }
 
-    void take(const float* x, long n, std::int64_t* out) {
+    void start() { used = 0, least = rank(splat(NEVER))[0]; }
+    // The scores of n tokens from token ``first`` on, after those of all tokens before.
+    void add(const float* x, long n, long first) {
         const ivec never = rank(splat(NEVER));
-        used = 0, least = never[0];
+        ivec lanes;
+        for (long i = 0; i < W; ++i) lanes[i] = static_cast<std::int32_t>(i);
         for (long j = 0; j < n; j += W) {
-            std::int32_t ranked[W];
             float rest[W];
             const long some = std::min(W, n - j);
             if (some < W) std::fill(rest, rest + W, NEVER), std::copy(x + j, x + n, rest);
             const vec y = load(some < W ? rest : x + j);
-            const ivec all = y == y ? rank(y) : never;
-            if (!any(all > least)) continue;
-            std::memcpy(ranked, &all, sizeof ranked);
-            for (long i = 0; i < W; ++i) {
-                ranks[used] = ranked[i], places[used] = static_cast<std::int32_t>(j + i);
-                used += ranked[i] > least;
-            }
-            if (used >= full(picks)) cut();
+            const ivec tokens = lanes + static_cast<std::int32_t>(first + j);
+            if (keep(y == y ? rank(y) : never, tokens, least) && used >= full(picks)) cut();
         }
+    }
+    void finish(std::int64_t* out) {
         cut();
         for (long s = 0; s < picks; ++s) out[s] = s < used ? places[s] : -1;
     }
@@ -268,13 +281,24 @@ class Best {
         const ivec bits = (ivec)(x + 0.0f);
         return bits ^ ((bits >> 31) & 0x7fffffff);
     }
-    static bool any(ivec condition) {
+    // Appends those of W ranks that are above ``limit``, and their tokens; whether there is one.
+    bool keep(ivec ranked, ivec tokens, std::int32_t limit) {
 #if defined(__AVX512F__)
-        return _mm512_test_epi32_mask((__m512i)condition, (__m512i)condition) != 0;
+        const __mmask16 above = _mm512_cmpgt_epi32_mask((__m512i)ranked, _mm512_set1_epi32(limit));
+        if (!above) return false;
+        _mm512_storeu_si512(ranks + used, _mm512_maskz_compress_epi32(above, (__m512i)ranked));
+        _mm512_storeu_si512(places + used, _mm512_maskz_compress_epi32(above, (__m512i)tokens));
+        used += __builtin_popcount(above);
+        return true;
 #else
-        std::int32_t all = 0;
-        for (long i = 0; i < W; ++i) all |= condition[i];
-        return all != 0;
+        std::int32_t some = 0;
+        const ivec above = ranked > limit;
+        for (long i = 0; i < W; ++i) some |= above[i];
+        for (long i = 0; i < W && some; ++i) {
+            ranks[used] = ranked[i], places[used] = tokens[i];
+            used -= above[i];
+        }
+        return some != 0;
 #endif
     }
     long at_least_of(std::int32_t rank) const {
@@ -293,14 +317,27 @@ class Best {
         if (used <= picks) return;
         for (long s = used; s < whole_vectors(used); ++s) ranks[s] = INT32_MIN;
         std::uint32_t bits = 0x80000000u;
-        for (std::uint32_t bit = 0x80000000u; bit; bit >>= 1)
-            if (at_least_of(static_cast<std::int32_t>(bits + bit)) >= picks) bits += bit;
+        long most = used;  // that are at least as large
+        for (std::uint32_t bit = 0x80000000u; bit && most > picks; bit >>= 1) {
+            const long more = at_least_of(static_cast<std::int32_t>(bits + bit));
+            if (more >= picks) bits += bit, most = more;
+        }
         least = static_cast<std::int32_t>(bits);
+        if (most == picks) {
+            const long all = used;
+            used = 0;
+            for (long s = 0; s < all; s += W) {
+                ivec x, y;
+                std::memcpy(&x, ranks + s, sizeof x), std::memcpy(&y, places + s, sizeof y);
+                keep(x, y, least - 1);
+            }
+            return;
+        }
         long equal = picks - (least == INT32_MAX ? 0 : at_least_of(least + 1)), kept = 0;
         for (long s = 0; s < used; ++s) {
-            const bool keep = ranks[s] > least || (ranks[s] == least && equal-- > 0);
+            const bool stays = ranks[s] > least || (ranks[s] == least && equal-- > 0);
             ranks[kept] = ranks[s], places[kept] = places[s];
-            kept += keep;
+            kept += stays;
         }
         used = kept;
     }
@@ -317,16 +354,13 @@ struct Choose {
     long units() const { return batch * cuts(); }
     long dp() const { return whole_vectors(channels); }
     long scratch() const {
-        return QUERIES * whole_vectors(tokens) + Best::floats(picks) + SPAN * 2 * dp() +
-               QUERIES * (SPAN + heads * dp());
+        return QUERIES * (Best::floats(picks) + 2 * SPAN + heads * dp()) + SPAN * 2 * dp();
     }
 
     void run(long unit, Scratch scratch) const {
-        const long row = unit / cuts(), first = unit % cuts() * QUERIES, n = std::min(QUERIES, queries - first);
-        const long wide = whole_vectors(tokens), d = dp();
-        Best best(picks, scratch);
-        float *scores = scratch.take(QUERIES * wide), *key = scratch.take(SPAN * d);
-        float *turned = scratch.take(SPAN * d), *x = scratch.take(QUERIES * SPAN), *query = scratch.take(heads * QUERIES * d);
+        const long row = unit / cuts(), first = unit % cuts() * QUERIES, n = std::min(QUERIES, queries - first), d = dp();
+        float *scores = scratch.take(QUERIES * SPAN), *x = scratch.take(QUERIES * SPAN), *key = scratch.take(SPAN * d);
+        float *turned = scratch.take(SPAN * d), *query = scratch.take(heads * QUERIES * d);
         const std::int64_t* place = at + row * queries + first;
         const long end = std::min<long>(tokens, *std::max_element(place, place + n) + 1);
         const long own[4] = {0, 0, channels, 1}, asked[4] = {0, 0, heads * channels, 1};
@@ -335,21 +369,23 @@ struct Choose {
             const float* from = q + ((row * queries + first) * heads + h) * channels;
             read(Rows<const float>(Tensor<const float>{from, asked}, 0, 0), 0, n, channels, query + h * QUERIES * d, d);
         }
+        Best best[QUERIES];
+        for (long i = 0; i < n; ++i) best[i] = Best(picks, scratch), best[i].start();
         for (long s = 0; s < end; s += SPAN) {
             const long some = std::min(SPAN, end - s), width = whole_vectors(some);
             read_turned(keys, s, some, channels, d, SPAN, key, turned);
+            std::memset(scores, 0, sizeof(float) * n * SPAN);
             for (long h = 0; h < heads; ++h) {
                 gemm<false>(n, width, channels, query + h * QUERIES * d, d, 1, turned, SPAN, x, SPAN);
                 for (long i = 0; i < n; ++i) {
                     const vec weight = splat(weights[(row * queries + first + i) * heads + h]);
-                    float* total = scores + i * wide + s;
-                    for (long j = 0; j < width; j += W)
-                        store(total + j, (h ? load(total + j) : vec{}) + weight * at_least(0.0f, load(x + i * SPAN + j)));
+                    for (long j = i * SPAN; j < i * SPAN + width; j += W)
+                        store(scores + j, load(scores + j) + weight * at_least(0.0f, load(x + j)));
                 }
             }
+            for (long i = 0; i < n; ++i) best[i].add(scores + i * SPAN, std::min<long>(some, place[i] + 1 - s), s);
         }
-        for (long i = 0; i < n; ++i)
-            best.take(scores + i * wide, std::min<long>(end, place[i] + 1), index + (row * queries + first + i) * picks);
+        for (long i = 0; i < n; ++i) best[i].finish(index + (row * queries + first + i) * picks);
     }
 };
 
@@ -365,7 +401,7 @@ struct Largest {
     void run(long unit, Scratch scratch) const {
         Best best(picks, scratch);
         for (long i = unit * SOME; i < std::min(rows, (unit + 1) * SOME); ++i)
-            best.take(x + i * scores, scores, index + i * picks);
+            best.start(), best.add(x + i * scores, scores, 0), best.finish(index + i * picks);
     }
 };
 

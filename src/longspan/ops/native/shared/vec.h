@@ -194,9 +194,13 @@ void narrowed(const float* x, long size, T* out) {
 }
 
 inline float sum(vec x) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_add_ps((__m512)x);
+#else
     float out = 0.0f;
     for (long i = 0; i < W; ++i) out += x[i];
     return out;
+#endif
 }
 
 inline vec pick(ivec condition, vec a, vec b) { return condition ? a : b; }
