@@ -44,18 +44,9 @@ def test_loops_are_of_neon(objects):
         assert (count > 20) == (not source.match(SCALAR)), source
 
 
-@pytest.fixture
-def two_threads():
-    """Recorded calls use as many threads as on the emulator."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("two_threads")
 @pytest.mark.skipif(shutil.which(EMULATOR) is None, reason=f"not installed: {EMULATOR}")
-def test_values_are_those_of_this_processor(objects, tmp_path, monkeypatch):
+def test_values_are_those_of_this_processor(objects, tmp_path, monkeypatch, threads):
+    threads(2)  # as on the emulator
     # The set whose vectors have as many lanes as those of NEON.
     monkeypatch.setenv("LONGSPAN_ISA", instruction_sets.known()[-1].name)
     recorder = replays.Recorder(monkeypatch)
