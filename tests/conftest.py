@@ -231,6 +231,21 @@ def _nothing_is_zero_by_luck() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    """``torch.set_num_threads``, undone afterwards."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def plain_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor cannot place the writes that spoil fresh memory in tests."""
+    for place, name in ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty")):
+        monkeypatch.setattr(place, name, getattr(place, name).__wrapped__)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _no_line_is_due_however_slow_the_machine() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:

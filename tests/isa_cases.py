@@ -7,7 +7,6 @@ import json
 import sys
 
 import torch
-from torch.nn.functional import normalize
 
 import longspan
 from longspan import Decoder, DecoderConfig, backend
@@ -15,54 +14,14 @@ from longspan.generation.native_decoder import Engine
 from longspan.ops.native import build
 from longspan.ops.quantized import formats, pack
 from longspan.ops.quantized.native import ACTIVATIONS, FORMATS
+from ops.families import FAMILIES, cast
 
-BATCH, TOKENS, CHANNELS = 2, 70, 37
+BATCH, TOKENS = 2, 70
 THREADS = (1, 2)
 
 
-def linear(n, draw):
-    # The last column of a state is the sum of the keys, which is positive.
-    given = {part: draw(BATCH, 3, n, 37 if part != "value" else 21) for part in ("query", "key", "value")}
-    return longspan.linear_attention, given | {"state": draw(BATCH, 3, 37, 22).abs()}
-
-
-def gated(n, draw):
-    given = {part: normalize(draw(BATCH, 2, n, 37), dim=-1) for part in ("query", "key")}
-    given |= {"value": draw(BATCH, 4, n, 21), "beta": draw(BATCH, 4, n).sigmoid()}
-    return longspan.delta_rule, given | {"log_decay": -draw(BATCH, 4, n, 37).abs(), "state": draw(BATCH, 4, 37, 21)}
-
-
-def general(n, draw):
-    given = {part: normalize(draw(BATCH, 2, n, 37), dim=-1) for part in ("query", "key", "read", "erase")}
-    given |= {"value": draw(BATCH, 4, n, 21), "log_decay": -draw(BATCH, 4, n, 37).abs()}
-    return longspan.general_delta_rule, given | {"state": draw(BATCH, 4, 37, 21)}
-
-
-def convolution(n, draw):
-    def call(**given):
-        return longspan.causal_convolution(**given, activation="silu")
-
-    weights = {"weight": draw(CHANNELS, 4), "bias": draw(CHANNELS)}
-    return call, {"x": draw(BATCH, n, CHANNELS), **weights, "state": draw(BATCH, 3, CHANNELS)}
-
-
-def diagonal(n, draw):
-    given = {"x": draw(BATCH, n, CHANNELS), "log_decay": -draw(BATCH, n, CHANNELS).abs()}
-    return longspan.diagonal_scan, given | {"state": draw(BATCH, CHANNELS)}
-
-
-def selective(n, draw):
-    def call(**given):
-        return longspan.selective_scan(**given, softplus=True)
-
-    given = {part: draw(BATCH, n, CHANNELS) for part in ("x", "dt", "z")}
-    given |= {"A": -0.2 - draw(CHANNELS, 5).abs(), "B": draw(BATCH, n, 5), "C": draw(BATCH, n, 5)}
-    given |= {"D": draw(CHANNELS), "dt_bias": draw(CHANNELS), "state": draw(BATCH, CHANNELS, 5)}
-    return call, given
-
-
 def pattern(n, draw):
-    def call(**given):
+    def call(given):
         return longspan.sparse_attention(**given, pattern="causal - band(20)")
 
     return call, {part: draw(BATCH, 2, n, 37 if part != "value" else 21) for part in ("query", "key", "value")}
@@ -80,8 +39,8 @@ def quantized(n, draw):
         for data, (name, size) in zip(raw, sizes.items(), strict=True)
     ]
 
-    def call(x):
-        found = [longspan.quantized_linear(x, w, activations=kind) for w in weights for kind in ACTIVATIONS]
+    def call(given):
+        found = [longspan.quantized_linear(given["x"], w, activations=kind) for w in weights for kind in ACTIVATIONS]
         # Divided by powers of two, so that errors of each count, and bfloat16 gradients are not rounded again.
         wide = [y.to(torch.promote_types(y.dtype, torch.float32)) for y in (found[0], *(y.detach() for y in found[1:]))]
         return torch.cat([y / 2 ** y.detach().abs().max().log2().ceil() for y in wide], -1)
@@ -89,15 +48,15 @@ def quantized(n, draw):
     return call, {"x": x}
 
 
-# By family; the decode kernels run whole models.
+# By family of kernels: names and widths of rows of ops/families.py, or functions; decode kernels run whole models.
 CALLS = {
-    "linear": (linear,),
-    "gated": (gated,),
-    "general": (general,),
-    "convolution": (convolution,),
-    "scan": (diagonal, selective),
-    "pattern": (pattern,),
-    "quantized": (quantized,),
+    "linear": (("linear", (37, 21)),),
+    "gated": (("delta-channel", (37, 21)),),
+    "general": (("general-channel", (37, 21)),),
+    "convolution": (("convolution", (37, 4)),),
+    "scan": (("diagonal", (37, 1)), ("selective", (37, 5))),
+    "pattern": (("pattern", pattern),),
+    "quantized": (("quantized", quantized),),
 }
 
 
@@ -106,36 +65,31 @@ def waves(like, dtype):
     return torch.linspace(-1, 2, like.numel(), dtype=torch.float64).sin().view(like.shape).to(dtype).to(like.dtype)
 
 
-def outcome(call, given, dtype):
-    """Results by name: output, last state, and gradients of all operands for the same numbers in every backend."""
+def of_function(call, given, dtype):
+    """The output of a function without a state, and with several tokens the gradients of its operands."""
+    if not torch.is_grad_enabled():
+        return {"output": call(given)}
     leaves = {part: t.detach().requires_grad_() for part, t in given.items()}
-    y, last = call(leaves)
-    upstream = waves(y, dtype), waves(last, torch.float32)
-    grads = torch.autograd.grad((y, last), list(leaves.values()), upstream)
-    names = "y", "last", *(f"gradient of {part}" for part in leaves)
-    return dict(zip(names, (y.detach(), last.detach(), *grads), strict=True))
+    y = call(leaves)
+    grads = torch.autograd.grad(y, list(leaves.values()), waves(y, dtype))
+    return {"output": y.detach()} | dict(zip(leaves, grads, strict=True))
 
 
-def ran(make, n, dtype, way):
+def ran(name, made, n, dtype, way):
     """Results by name: of a sequence with gradients, of a single token without."""
-    generator = torch.Generator().manual_seed(n)
-    function, given = make(n, lambda *shape: torch.randn(shape, generator=generator))
-    # States are float32 for all types of tokens.
-    given = {part: t if part == "state" else t.to(dtype) for part, t in given.items()}
-    if way == "reference":
-        given = {part: t.double() for part, t in given.items()}
-
-    def call(leaves):
-        if "state" in leaves and make is not convolution:
-            return function(**leaves, return_state=True)
-        found = function(**leaves)
-        return found if isinstance(found, tuple) else (found, found[:0])
-
-    with backend(way):
+    exact = torch.float64 if way == "reference" else None
+    with torch.set_grad_enabled(n > 1), backend(way):
+        if name not in FAMILIES:
+            generator = torch.Generator().manual_seed(n)
+            call, given = made(n, lambda *shape: torch.randn(shape, generator=generator))
+            return of_function(call, {part: t.to(dtype).to(exact) for part, t in given.items()}, dtype)
+        family = FAMILIES[name]
+        options = {option: domain[0] for option, domain in family.options.items()}
+        given = family.operands(n, made, batch=BATCH, dtype=dtype)
+        given = cast(given, exact) if exact else given
         if n > 1:
-            return outcome(call, given, dtype)
-        with torch.no_grad():
-            return dict(zip(("y", "last"), call(given), strict=True))
+            return family.outcome(way, given, **options)
+        return dict(zip(("output", "end"), family.run(way, given, **options), strict=True))
 
 
 def decoded(dtype, way):
@@ -160,11 +114,11 @@ def results(family, dtype, way):
     if family == "decode":
         return {f"decode {name}": t for name, t in decoded(dtype, way).items()}
     return {
-        f"{make.__name__} {'step' if n == 1 else 'sequence'} {name}": t
-        for make in CALLS[family]
+        f"{row} {'step' if n == 1 else 'sequence'} {name}": t
+        for row, made in CALLS[family]
         # Patterns have no step: a step is softmax attention over the keys that are kept.
         for n in ((TOKENS,) if family == "pattern" else (TOKENS, 1))
-        for name, t in ran(make, n, dtype, way).items()
+        for name, t in ran(row, made, n, dtype, way).items()
     }
 
 

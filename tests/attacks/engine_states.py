@@ -1,18 +1,12 @@
-"""States that no decoder made, given to the engine and to plain decoders: a ValueError or the right answer, no crash.
-
-The cases run in a child process, as many as there are at once: where one ends it, that is the failure of that case, and
-another process goes on with the next.
-"""
+"""States that no decoder made, given to the engine and to decoders: a ValueError or the right answer, no crash."""
 
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
-from . import Case
+from . import Case, _child
 
 SHORT, LONG = 15, 3000
 MODELS = ("linear", "softmax", "linear; softmax(kv_heads=1)", "local(window=3); gla")
@@ -20,37 +14,7 @@ MODELS = ("linear", "softmax", "linear; softmax(kv_heads=1)", "local(window=3); 
 
 def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
     """See the package."""
-    results: dict[int, str] = {}
-    for i in range(count):
-        yield f"{i}", lambda i=i: answer(seed, i, count, results)
-
-
-def answer(seed: int, i: int, count: int, results: dict[int, str]) -> str | None:
-    """Return the result of a case; the child process that computes it also runs the cases after it."""
-    if i not in results:
-        command = [
-            sys.executable,
-            "-c",
-            "import sys; from attacks import engine_states as e; e.serve(*map(int, sys.argv[1:]))",
-        ]
-        done = subprocess.run(
-            [*command, str(seed), str(i), str(count)],
-            cwd=Path(__file__).parents[1],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        lines = [line.split("\t", 2) for line in done.stdout.splitlines() if line.startswith("case\t")]
-        results |= {int(number): said for _, number, said in lines}
-        if i not in results:
-            return f"the process ended with code {done.returncode}: {done.stderr[-300:]}"
-    return results[i] or None
-
-
-def serve(seed: int, begin: int, count: int) -> None:
-    """The cases from ``begin`` on, one line each."""
-    for i in range(begin, count):
-        print(f"case\t{i}\t{attack(random.Random(f'{seed}-{i}')) or ''}", flush=True)
+    yield from _child.cases(__name__, seed, count)
 
 
 def attack(dice: random.Random) -> str | None:

@@ -1,10 +1,6 @@
-"""Threads that share one decode engine, each with its own states: the numbers of one thread, to the last bit.
-
-The cases run in a child process, since what goes wrong here can end a process.
-"""
+"""Threads that share one decode engine, each with its own states: the numbers of one thread, to the last bit."""
 
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -13,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from . import Case
+from . import Case, _child
 
 SHORT, LONG = 2, 150
 THREADS, RUNS = 8, 32
@@ -22,27 +18,7 @@ MODELS = ("linear", "softmax", "linear(rotary=100.0)", "linear; softmax(kv_heads
 
 def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
     """See the package."""
-    results: dict[int, str] = {}
-    for i in range(count):
-        yield f"{i}", lambda i=i: answer(seed, i, count, results)
-
-
-def answer(seed: int, i: int, count: int, results: dict[int, str]) -> str | None:
-    """The result of a case, which runs in one process with those after it."""
-    if i not in results:
-        code = "import sys; from attacks import engine_threads as e; e.serve(*map(int, sys.argv[1:]))"
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(seed), str(i), str(count)],
-            cwd=Path(__file__).parents[1],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        lines = [line.split("\t", 2) for line in done.stdout.splitlines() if line.startswith("case\t")]
-        results |= {int(number): said for _, number, said in lines}
-        if i not in results:
-            return f"the process ended with code {done.returncode}: {done.stderr[-300:]}"
-    return results[i] or None
+    yield from _child.cases(__name__, seed, count)
 
 
 class Interrupting(torch.Tensor):
@@ -54,19 +30,13 @@ class Interrupting(torch.Tensor):
         return True
 
 
-def serve(seed: int, begin: int, count: int) -> None:
-    """The cases from ``begin`` on, one line each."""
-    torch.set_num_threads(1)
-    sys.setswitchinterval(1e-5)
-    for i in range(begin, count):
-        print(f"case\t{i}\t{attack(random.Random(f'{seed}-{i}')) or ''}", flush=True)
-
-
 def attack(dice: random.Random) -> str | None:
     """One model, decoded by many threads at once."""
     import longspan
     from longspan.generation.native_decoder import Engine
 
+    torch.set_num_threads(1)
+    sys.setswitchinterval(1e-5)
     torch.manual_seed(0)
     text, positions = dice.choice(MODELS), dice.choice(["none", "learned", "sinusoidal"])
     config = longspan.DecoderConfig(dim=16, heads=2, depth=2, vocab=11, attention=text, positions=positions, length=64)

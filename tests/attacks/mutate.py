@@ -119,7 +119,9 @@ def copied(root: Path) -> Iterator[Path]:
         shutil.copytree(root, copy, ignore=shutil.ignore_patterns(*LEFT), symlinks=True)
         # The compiled kernels, which would take a minute to make again. Mutants never write into the real cache.
         if (kernels := cache_folder() / "native").is_dir():
-            shutil.copytree(kernels, copy / "cache" / "native")
+            # Without what another process is compiling just now.
+            unfinished = shutil.ignore_patterns("*.lock", ".*")
+            shutil.copytree(kernels, copy / "cache" / "native", ignore=unfinished)
         folders = [copy / one for one in PACKAGES]
         subprocess.run([sys.executable, "-m", "compileall", "-q", *folders], check=False, capture_output=True)
         yield copy

@@ -238,18 +238,8 @@ def _figure(path: Path) -> None:
 
 
 def _tiny(out: str) -> list[str]:
-    return [
-        "--model.vocab",
-        "256",
-        "--model.dim",
-        "4",
-        "--run.steps",
-        "1",
-        "--run.data",
-        "text:absent",
-        "--run.out",
-        out,
-    ]
+    words = "--model.vocab 256 --model.dim 4 --run.steps 1 --run.data text:absent --run.out"
+    return [*words.split(), out]
 
 
 def _empty(path: Path) -> bool:

@@ -11,7 +11,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import longspan
 from longspan import decay_attention, delta_rule
@@ -19,6 +18,7 @@ from longspan.compat import fla as shim
 from longspan.ops import gated, watch
 from longspan.ops.gated import fla
 from longspan.ops.gated.operands import Recurrence
+from ops.families import FAMILIES
 
 HALF = torch.bfloat16
 OPS = {"gla": decay_attention, "kda": delta_rule}
@@ -106,20 +106,11 @@ def tf32():
 
 
 def arguments(op, n=70, dtype=HALF, groups=1, batch=2, states=None, device="cpu"):
-    generator = torch.Generator().manual_seed(n)
-    heads, keys, values = 2 * groups, 8, 6
-    made = {
-        "query": torch.randn(batch, 2, n, keys, generator=generator),
-        "key": F.normalize(torch.randn(batch, 2, n, keys, generator=generator), dim=-1),
-        "value": torch.randn(batch, heads, n, values, generator=generator),
-    }
-    made = {name: t.to(dtype) for name, t in made.items()}
-    made["log_decay"] = F.logsigmoid(torch.randn(batch, heads, n, keys, generator=generator))
+    family = FAMILIES["delta-channel" if op == "kda" else "decay-channel"]
+    made = family.operands(n, (8, 6), batch=batch, states=states, dtype=torch.float32, repeats=groups)
     made["log_decay"][:, :, n // 3, ::2] = -torch.inf
-    made["state"] = torch.randn(states or batch, heads, keys, values, generator=generator)
-    if op == "kda":
-        made["beta"] = torch.rand(batch, heads, n, generator=generator)
-    return {name: t.to(device) for name, t in made.items()}
+    # The gates and the state stay in float32.
+    return {name: t.to(device, dtype if name in ("query", "key", "value") else t.dtype) for name, t in made.items()}
 
 
 def outcome(op, given, **options):

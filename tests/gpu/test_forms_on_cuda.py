@@ -9,9 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from longspan.ops import gated, linear
-from longspan.ops.gated import Recurrence, chunks, decay_per_channel, pairs
-from longspan.ops.linear.composed import composed
+from longspan.ops import linear
+from longspan.ops.gated import chunks, decay_per_channel, pairs
 from longspan.ops.linear.operands import LinearOperands
 from longspan.testing.pairs import all_pairs
 
@@ -29,14 +28,6 @@ def planned(monkeypatch):
     """Plan for a GPU, whatever the device."""
     for module in (causal, chunks):
         monkeypatch.setattr(module, "_on_gpu", lambda x: True)
-
-
-@pytest.fixture
-def small(planned, monkeypatch):
-    """Several spans and groups of rows for short sequences."""
-    monkeypatch.setattr(causal, "LEAST", 2)
-    monkeypatch.setattr(causal, "MOST", 100)
-    monkeypatch.setattr(chunks, "TOGETHER", 2)
 
 
 class Work(TorchDispatchMode):
@@ -84,25 +75,6 @@ def around(n, masked, packed):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("feature_map", ["elu", "exp"])
-def test_linear_attention(feature_map, masked, packed, small):
-    q, k, v = (random(2, 3, 171, size, seed=size) for size in (4, 4, 5))
-    state, options = random(2, 3, 4, 6).abs(), {"feature_map": feature_map, "eps": 1e-3, **around(171, masked, packed)}
-
-    def form(q, k, v, state):
-        return causal.attend(LinearOperands(q, k, v, state, **options, chunk=8))
-
-    def definition(q, k, v, state):
-        return composed(LinearOperands(q, k, v, state, **options))
-
-    parts, spans = causal._plan(q, v, options["segments"], 8)
-    assert (len(parts), len(spans)) == (2, 4)
-    inputs = (q, k, v, state)
-    assert error(outcome(form, inputs), outcome(definition, inputs)) <= 1e-10
-
-
-@pytest.mark.parametrize("packed", [False, True])
 def test_products_of_bfloat16_lose_no_more_than_those_of_float32(packed, planned, monkeypatch):
     q, k, v = (random(2, 3, 500, 32, seed=seed, dtype=torch.bfloat16) for seed in range(3))
     options = {"feature_map": "elu", "eps": 1e-6, **around(500, True, packed)}
@@ -141,34 +113,6 @@ def test_linear_attention_takes_at_most_four_times_the_memory_of_its_inputs(row,
     parts, spans = causal._plan(q, v, segments, causal.WIDE)
     assert work.launches <= 100 * len(parts) * len(spans)
     assert packed or len(parts) * len(spans) <= 9
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize(("decay", "delta"), [(d, x) for d in ("none", "head", "channel") for x in (False, True)])
-def test_decay_and_the_delta_rule(decay, delta, masked, packed, small):
-    heads, n, d = 4, 187, 5
-    q, k, v = random(2, 2, n, d), F.normalize(random(2, 2, n, d, seed=1), dim=-1), random(2, heads, n, 3, seed=2)
-    shape = {"none": None, "head": (2, heads, n), "channel": (2, heads, n, d)}[decay]
-    log_decay = None if shape is None else -random(*shape, seed=3).abs()
-    if log_decay is not None:
-        log_decay[:, 0, ::9] = -torch.inf
-        log_decay[:, 1] *= 100
-    beta = random(2, heads, n, seed=4).sigmoid() if delta else None
-    given = {"q": q, "k": k, "v": v, "log_decay": log_decay, "beta": beta, "state": random(2, heads, d, 3, seed=5)}
-    names = [name for name, t in given.items() if t is not None]
-    options = {"scale": 0.7, **around(n, masked, packed)}
-
-    def call(form, **more):
-        return lambda *t: form(Recurrence(**given | dict(zip(names, t, strict=True)), **options), **more)
-
-    inputs = [given[name] for name in names]
-    parts = chunks.Chunked(**given, mask=None, segments=None, scale=1.0, chunk=8)
-    assert (len(parts.places), parts.form) == (4, "pairs")
-    expected = outcome(call(gated.definition.attend), inputs)
-    assert error(outcome(call(chunks.chunked, chunk=8), inputs), expected) <= 1e-10
-    if not masked:
-        assert error(outcome(call(chunks.composed, chunk=8), inputs), expected) <= 1e-10
 
 
 @pytest.mark.parametrize("delta", [False, True])

@@ -5,62 +5,25 @@ import torch
 from ahead import LIMITS, compiled_all, request
 
 from longspan import backend, causal_convolution
-from longspan.ops import watch
 from longspan.testing.pairs import all_pairs
+from ops.families import DEVICE, FAMILIES, SEQUENCES, TRITON, assert_close, cast, error, packing
+from support.convolutions import check_step
+from support.tensors import data
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-ROUNDED = 5e-7
-
-
-def arguments(n=29, channels=37, taps=4, *, rows=None, batch=2, bias=True, dtype=torch.float32, states=None):
-    generator = torch.Generator().manual_seed(n + channels)
-
-    def random(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
-
-    return {
-        "x": random(batch, n, channels),
-        "weight": random(channels, taps) / taps,
-        "bias": random(channels) if bias else None,
-        "state": random(states or batch, taps - 1 if rows is None else rows, channels),
-    }
-
-
-def to(given, dtype):
-    return {name: None if t is None else t.to(dtype) for name, t in given.items()}
-
-
-def outcome(given, name, **options):
-    """y, the state and the gradients of all inputs from random ones of both, by a backend."""
-    inputs = {which: None if t is None else t.detach().requires_grad_() for which, t in given.items()}
-    with backend(name):
-        outputs = causal_convolution(**inputs, **options)
-    generator = torch.Generator().manual_seed(9)
-    # Exact in every type.
-    upstream = [torch.randn(t.shape, generator=generator).bfloat16().to(t) for t in outputs]
-    return [*outputs, *torch.autograd.grad(outputs, [t for t in inputs.values() if t is not None], upstream)]
-
-
-def errors(found, expected):
-    """The largest difference of each, relative to the largest value."""
-    assert [t.shape for t in found] == [t.shape for t in expected]
-    pairs = [(a.double(), b.double()) for a, b in zip(found, expected, strict=True) if a.numel()]
-    return [((a - b).abs().max() / b.abs().max().clamp(min=1e-30)).item() for a, b in pairs]
-
-
-def packing(kind, n, batch):
-    """The arguments that mark the starts of sequences, empty ones included."""
-    if kind == "plain":
-        return {}
-    if kind == "segments":
-        generator = torch.Generator().manual_seed(n)
-        return {"segments": (torch.randint(0, 2, (batch, n), generator=generator).cumsum(1) // 3).to(DEVICE)}
-    two = min(2, n)
-    cuts = [0, 0, two, two, max(n // 2, two), max(n // 2, two) + (n > 40), n, n]
-    return {"cu_seqlens": torch.tensor(cuts, dtype=torch.int32, device=DEVICE)}
-
-
+FAMILY = FAMILIES["convolution"]
 KINDS = ("plain", "segments", "cu_seqlens")
+
+
+def made(n, channels=37, taps=4, dtype=torch.float32, **options):
+    return FAMILY.operands(n, (channels, taps), dtype=dtype, **options)
+
+
+def outcome(form, given, **options):
+    """The output, the state, and gradients from random ones, whose sums over the tokens do not cancel."""
+    leaves = [t.detach().requires_grad_() for t in given.values()]
+    found = FAMILY.run(form, dict(zip(given, leaves, strict=True)), activation="silu", **options)
+    above = [data(*t.shape, seed=9).bfloat16().to(t) for t in found]
+    return [*(t.detach() for t in found), *torch.autograd.grad(found, leaves, above)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -72,59 +35,40 @@ def test_blocks_within_one_sequence_take_no_borders(kind, n):
         "segments": {"segments": (torch.arange(n, device=DEVICE) // 96)[None]},
         "cu_seqlens": {"cu_seqlens": torch.tensor([0, n // 2, n // 2, n], device=DEVICE)},
     }[kind]
-    given = arguments(n, 5, rows=4, batch=1, states=3 if kind == "cu_seqlens" else 1)
-    expected = outcome(to(given, torch.float64), "reference", activation="silu", **packed)
-    assert max(errors(outcome(given, "triton", activation="silu", **packed), expected)) <= ROUNDED
+    given = made(n, 5, batch=1, more=1, states=3 if kind == "cu_seqlens" else 1)
+    expected = outcome("reference", cast(given, torch.float64), **packed)
+    assert_close(outcome("triton", given, **packed), expected, TRITON)
 
 
 def test_sequences_do_not_see_each_other():
     """Exactly: NaN in one sequence reaches no other."""
-    given, packed = arguments(67, 5, batch=1, states=7), packing("cu_seqlens", 67, 1)
-    cuts = packed["cu_seqlens"].tolist()
-    y, *_ = clean = outcome(given, "triton", activation="silu", **packed)
+    given, packed = made(67, 5, batch=1, states=SEQUENCES), packing("cu_seqlens", 67, 1)
+    cut = packed["cu_seqlens"].tolist()[3]
+    clean = FAMILY.outcome("triton", given, activation="silu", **packed)
     spoilt = {name: t.clone() for name, t in given.items()}
-    spoilt["x"][:, : cuts[4]] = torch.nan
-    spoilt["state"][:4] = torch.nan
-    after, ends, dx, *_, first = outcome(spoilt, "triton", activation="silu", **packed)
-    assert after[:, cuts[4] :].equal(y[:, cuts[4] :])
-    assert ends[4:].equal(clean[1][4:])
-    assert dx[:, cuts[4] :].equal(clean[2][:, cuts[4] :])
-    assert first[4:].equal(clean[-1][4:])
-
-
-LAYOUTS = {
-    "tokens last": lambda t: t.mT.contiguous().mT,
-    "every other channel": lambda t: torch.stack([t, t], -1).flatten(-2)[..., ::2],
-    "rows reversed in memory": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
-}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_are_read_where_they_are(layout):
-    given = arguments(67, 37)
-    moved = {name: LAYOUTS[layout](t) if t.dim() == 3 else t for name, t in given.items()}
-    moved["weight"] = given["weight"].mT.contiguous().mT
-    expected = outcome(to(given, torch.float64), "reference", activation="silu")
-    found = outcome(moved, "triton", activation="silu")
-    assert max(errors(found, expected)) <= ROUNDED
-    if layout != "every other channel":
-        assert found[0].stride() == moved["x"].stride()
+    spoilt["x"][:, :cut] = torch.nan
+    spoilt["state"][:3] = torch.nan
+    found = FAMILY.outcome("triton", spoilt, activation="silu", **packed)
+    for name in ("output", "x"):
+        assert found[name][:, cut:].equal(clean[name][:, cut:])
+    for name in ("end", "state"):
+        assert found[name][3:].equal(clean[name][3:])
 
 
 def test_each_operand_keeps_its_dtype():
-    given = arguments(29, 37)
+    given = made(29)
     given |= {"x": given["x"].bfloat16(), "weight": given["weight"].half()}
-    exact = outcome(to(given, torch.float64), "reference", activation="silu")
-    found = outcome(given, "triton", activation="silu")
-    half, wide = torch.bfloat16, torch.float32
-    assert [t.dtype for t in found] == [half, wide, half, torch.float16, wide, wide]
-    for t, error in zip(found, errors(found, exact), strict=True):
-        assert error <= (ROUNDED if t.dtype is wide else torch.finfo(t.dtype).eps)
+    exact = FAMILY.outcome("reference", cast(given, torch.float64), activation="silu")
+    found = FAMILY.outcome("triton", given, activation="silu")
+    dtypes = {name: t.dtype for name, t in given.items()} | {"output": torch.bfloat16, "end": torch.float32}
+    assert {name: t.dtype for name, t in found.items()} == dtypes
+    for name, t in found.items():
+        assert error(t, exact[name]) <= (TRITON if t.dtype is torch.float32 else torch.finfo(t.dtype).eps)
 
 
 STEPS = all_pairs(
     dtypes=((torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32), (torch.float16,) * 2),
-    sizes=((5, 3), (300, 3), (37, 6)),
+    sizes=((5, 4), (300, 4), (37, 7)),
     tokens_last=(False, True),
     donate=(False, True),
     activation=("silu", None),
@@ -133,36 +77,19 @@ STEPS = all_pairs(
 
 def test_a_step_takes_states_of_any_strides_and_dtype():
     for row in STEPS:
-        (dtype, kept), (channels, rows), tokens_last, donate, activation = row.values()
-        given = arguments(1, channels, rows=rows, batch=3, dtype=dtype, bias=not tokens_last)
-        given["state"] = given["state"].to(kept)
-        if tokens_last:
-            given["state"], given["weight"] = (given[t].mT.contiguous().mT for t in ("state", "weight"))
-        with backend("reference"):
-            exact = causal_convolution(**to(given, torch.float64), activation=activation)
-        before = given["state"].clone()
-        with torch.no_grad(), backend("triton"), watch() as seen:
-            y, state = causal_convolution(**given, activation=activation, donate=donate)
-        assert [use.backend for use in seen] == ["triton"]
-        assert y.dtype is dtype
-        assert errors([y], exact[:1])[0] <= (ROUNDED if dtype is torch.float32 else torch.finfo(dtype).eps)
-        assert state.double().equal(exact[1])
-        assert state.dtype is kept
-        assert state.stride() == given["state"].stride()
-        assert (state.data_ptr() == given["state"].data_ptr()) is donate
-        assert donate or given["state"].equal(before)
+        check_step("triton", **row, taps_first=row["tokens_last"])
 
 
 def test_a_step_without_a_state_to_keep():
-    given = arguments(1, 5, 1)
-    with torch.no_grad(), backend("triton"):
-        y, state = causal_convolution(**given)
-    assert errors([y], [given["x"] * given["weight"].mT + given["bias"]])[0] <= ROUNDED
+    given = made(1, 5, 1)
+    with torch.no_grad():
+        y, state = FAMILY.run("triton", given)
+    assert_close([y], [given["x"] * given["weight"].mT + given["bias"]], TRITON)
     assert state.shape == (2, 0, 5)
 
 
 def test_the_backward_pass_keeps_the_inputs_alone():
-    given, kept = arguments(67), []
+    given, kept = made(67), []
     leaves = [t.requires_grad_() for t in given.values()]
     with backend("triton"), torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         causal_convolution(*leaves, activation="silu")
@@ -174,7 +101,8 @@ def test_the_operations_for_the_compiler_are_described_right(kind):
     """Strides, dtypes and shapes of the fake implementations, and no operand changed."""
     batch = 1 if kind == "cu_seqlens" else 2
     packed = packing(kind, 9, batch)
-    given = arguments(9, 5, batch=batch, states=7 if kind == "cu_seqlens" else None, dtype=torch.bfloat16)
+    given = made(9, 5, batch=batch, states=SEQUENCES if kind == "cu_seqlens" else None, dtype=torch.bfloat16)
+    given["state"] = given["state"].bfloat16()
     given["x"] = given["x"].mT.contiguous().mT
     marks = packed.get("segments"), packed.get("cu_seqlens")
     checks = ("test_schema", "test_faketensor")

@@ -63,7 +63,7 @@ def assert_exact(given, limit=LIMIT, **options):
     return found
 
 
-@pytest.mark.parametrize("strength", [None, 1e-4, 0.1, 1.0, 8.0, 20.0, 1e4], ids=str)
+@pytest.mark.parametrize("strength", [None, 1e-4, 1.0, 20.0, 1e4], ids=str)
 def test_kernels_are_the_definition(strength, monkeypatch):
     """Of two spans, the first of which has two chunks."""
     monkeypatch.setattr(importlib.import_module("longspan.ops.triton.decay"), "SPAN", 128)
@@ -71,34 +71,18 @@ def test_kernels_are_the_definition(strength, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("n", "sizes", "repeats", "normalize"),
-    [
-        (1, (16, 16), 1, None),
-        (5, (2, 1), 2, "l2"),
-        (63, (3, 33), 3, None),
-        (150, (17, 5), 2, "l2"),
-        (65, (128, 72), 1, None),
-        (67, (40, 128), 1, "l2"),
-    ],
+    ("n", "sizes", "repeats"), [(63, (3, 33), 3), (150, (17, 5), 2), (65, (128, 72), 1), (67, (40, 128), 1)]
 )
-def test_sizes(n, sizes, repeats, normalize):
+def test_sizes_beyond_those_of_the_laws(n, sizes, repeats):
     given = arguments(n, 0.3, batch=1, groups=2 if repeats == 2 else 1, repeats=repeats, sizes=sizes)
-    assert_exact(given, normalize=normalize, scale=0.7)
+    assert_exact(given, normalize="l2" if n > 65 else None, scale=0.7)
 
 
-def test_strides_are_read_in_place():
+def test_gradients_of_one_number_for_all_tokens():
+    """As those of a sum, whose strides are 0."""
     given = arguments(70)
-    views = {name: t.transpose(1, 2).contiguous().transpose(1, 2) for name, t in given.items() if name != "state"}
-    views["q"] = torch.cat([given["q"], given["k"]], -1)[..., :16]
-    views["v"] = given["v"].mT.contiguous().mT
-    views["log_decay"] = given["log_decay"][..., None].expand(-1, -1, -1, 3).contiguous()[..., 1]
-    views["state"] = given["state"].mT.contiguous().mT
-    plain, found = outcome("triton", given), outcome("triton", views)
-    assert all(torch.equal(plain[name], found[name]) for name in plain)
-    assert found["o"].stride() == views["v"].stride()
-    # Gradients of one number for all tokens, as those of a sum.
+    q = given["q"].clone().requires_grad_()
     with longspan.backend("triton"):
-        q = given["q"].clone().requires_grad_()
         (grad,) = torch.autograd.grad(recur(**given | {"q": q})[0].sum(), q)
     assert grad.isfinite().all()
 
@@ -113,20 +97,6 @@ def test_log_decays_of_any_dtype(dtype):
     expected = outcome("reference", given, wide=True)
     rounding = {"log_decay": 4e-3} if dtype == torch.bfloat16 else {}
     assert all(error(found[name], expected[name]) < rounding.get(name, LIMIT) for name in expected)
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"state": lambda t: t.double()}, "a state in float32"),
-        ({"q": lambda t: t.double()}, "float32, bfloat16 or float16"),
-    ],
-)
-def test_calls_that_are_not_served_say_why(change, reason):
-    given = arguments(5)
-    given |= {name: function(given[name]) for name, function in change.items()}
-    with longspan.backend("triton"), pytest.raises(ValueError, match=reason):
-        recur(**given)
 
 
 def built(dtype, size, capability):

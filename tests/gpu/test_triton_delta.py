@@ -85,13 +85,13 @@ def in_torch(r, chunk=64):
     return prepared(partial(chunks.chunked, chunk=chunk), r)
 
 
-@pytest.mark.parametrize("sizes", [(1, 1), (16, 16), (17, 33), (64, 64), (65, 20), (128, 128)])
-@pytest.mark.parametrize(("decay", "delta"), [("channel", True), ("none", True), ("channel", False)])
+@pytest.mark.parametrize("sizes", [(1, 1), (17, 33), (65, 20), (128, 128)])
+@pytest.mark.parametrize(("decay", "delta"), [("channel", True), ("none", True)])
 def test_sizes(sizes, decay, delta):
     assert_exact(operands(20, decay, delta, sizes=sizes, strength=0.1, rows=1), chunk=16)
 
 
-@pytest.mark.parametrize("n", [1, 15, 16, 64, 65, 129])
+@pytest.mark.parametrize("n", [15, 16, 65, 129])
 def test_lengths(n):
     assert_exact(operands(n, "head", True, rows=1))
 

@@ -1,12 +1,13 @@
 """Laws of the operations with a state, for all families of ``families.py`` and all forms that a file names.
 
-A test file sets ``FORMS`` and adds ``collected(FORMS)`` to its names. A law takes ``family`` and ``form``, and maybe
+A test file sets ``FORMS`` and adds ``collected(FORMS)`` to its names; with ``PACKAGES`` it has the families of these
+packages only, and with names some of the laws. A law takes ``family`` and ``form``, and maybe
 ``row``, which ``over`` draws from a table.
 """
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from ops.families import (
 )
 
 KERNELS = ("native", "triton")
+PACKAGES = {family.package for family in FAMILIES.values()}
 
 
 def applies(law: Callable[..., None], family: Family, form: str) -> bool:
@@ -74,8 +76,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "family" not in metafunc.fixturenames:
         return
     found, ids = [], []
+    packages = getattr(metafunc.module, "PACKAGES", PACKAGES)
     for family, form in itertools.product(FAMILIES.values(), metafunc.module.FORMS):
-        if applies(metafunc.function, family, form):
+        if family.package in packages and applies(metafunc.function, family, form):
             rows = metafunc.function.rows(family, form) if hasattr(metafunc.function, "rows") else [None]
             for row in rows:
                 found.append((family, form) if row is None else (family, form, row))
@@ -112,14 +115,6 @@ def exactly(found: Any, right: Any) -> None:
     """The same bits."""
     found, right = (list(t.values()) if isinstance(t, dict) else list(t) for t in (found, right))
     assert all(a.equal(b) for a, b in zip(found, right, strict=True))
-
-
-@pytest.fixture
-def threads() -> Iterator[Callable[[int], None]]:
-    """``torch.set_num_threads``, undone afterwards."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
 
 
 def length(form: str, n: int) -> int:
@@ -209,7 +204,7 @@ def test_masked_tokens_are_not_read(family, form):
 
 @only(lambda family, form: family.name != "decay-none" and form != "triton")
 def test_packed_sequences_do_not_reach_each_other(family, form):
-    """No gradient crosses a border, and NaN in one sequence leaves all others as they were."""
+    """No gradient crosses a border. NaN, infinity and overflows of one sequence or its gradients spoil no other."""
     segments = torch.tensor([[0] * 20 + [1] * 45 + [2] * 5, [0] * 40 + [5] * 30], device=DEVICE)
     inside = torch.zeros(2, 70, dtype=torch.bool, device=DEVICE)
     inside[0, 20:65] = True
@@ -225,17 +220,27 @@ def test_packed_sequences_do_not_reach_each_other(family, form):
             assert not grad.masked_select(family.at(~inside, t)).any(), name
     assert grads[list(leaves).index("state")] is None or not grads[list(leaves).index("state")].any()
     clean = family.outcome(form, given, segments=segments)
-    for name in family.tokens:
-        if name not in given:
-            continue
+    limits, contents = 0.0 if family.package == "scan" else limit(family, form), [torch.nan, torch.finfo(o.dtype).max]
+
+    def unchanged(found: Given) -> None:
+        for part in ("output", *family.tokens):
+            if part in found:
+                spoilt = family.at(inside, found[part])
+                assert_close([found[part].masked_fill(spoilt, 0.0)], [clean[part].masked_fill(spoilt, 0.0)], limits)
+
+    # The definition multiplies infinity by 0.
+    contents += [torch.inf] * (form != "reference")
+    for name, content in itertools.product((name for name in family.tokens if name in given), contents):
         spoilt = given | {name: given[name].detach().clone()}
-        spoilt[name].narrow(family.axis, 33, 1)[:1] = torch.nan
+        # A decay is never positive; it can be endless.
+        spoilt[name].narrow(family.axis, 33, 1)[:1] = -content if name == "log_decay" else content
         found = family.outcome(form, spoilt, segments=segments)
-        for part in ("output", *(k for k in given if k in family.tokens)):
-            away = family.at(~inside, found[part])
-            limits = 0.0 if family.package == "scan" else limit(family, form)
-            assert_close([found[part].masked_fill(~away, 0.0)], [clean[part].masked_fill(~away, 0.0)], limits)
-        assert found["output"].masked_select(family.at(inside, found["output"])).isnan().any()
+        unchanged(found)
+        assert content == content or found["output"].masked_select(family.at(inside, found["output"])).isnan().any()
+    outputs = family.run(form, leaves, segments=segments)
+    above = upstream(outputs, None, family.axis)
+    above[0] = above[0].masked_fill(family.at(inside, above[0]), torch.nan)
+    unchanged(dict(zip(leaves, torch.autograd.grad(outputs, list(leaves.values()), above), strict=True)))
 
 
 @pytest.mark.parametrize("cuts", [[0, 33, 77], [0, 1, 3, 3, 64, 76, 77], [0, 60, *range(61, 78)]], ids=len)
@@ -403,6 +408,31 @@ def test_a_token_of_another_shape_is_refused_and_not_read(family, form, rows):
             family.run("auto", given | {name: other})
 
 
+@only(lambda family, form: form == "reference" and family.name not in ("decay-none", "decay-value"))  # not public
+@pytest.mark.parametrize("n", [1, 7])
+def test_what_does_not_fit_is_refused_by_name(family, form, n):
+    given, ids = family.operands(n, dtype=torch.float32), torch.zeros(2, n, dtype=torch.int64, device=DEVICE)
+    state, row, cuts = given["state"], family.operands(n, batch=1, dtype=torch.float32), torch.tensor([0, n])
+    for operands, changes, message in (
+        (given, {"state": state.double()}, "state must be torch.float32 .*not torch.float64"),
+        (given, {"state": state[..., :-1]}, "state must be torch.float32"),
+        (given, {"state": state[:1]}, "state must be torch.float32"),
+        (given, {"mask": ids}, rf"mask must be bool \(2, {n}\).* not torch.int64"),
+        (given, {"mask": ids[:1] == 0}, rf"mask must be bool \(2, {n}\)"),
+        (given, {"segments": ids.float()}, rf"segments must be int64 \(2, {n}\).*torch.float32"),
+        (given, {"segments": ids[:1]}, rf"segments must be int64 \(2, {n}\)"),
+        (given, {"cu_seqlens": cuts}, "B must be 1, not 2"),
+        (row, {"cu_seqlens": cuts.float()}, "cu_seqlens must be int32 or int64"),
+        (row, {"cu_seqlens": cuts[:0]}, "cu_seqlens must be int32 or int64|rise from 0"),
+        (row, {"cu_seqlens": torch.tensor([0, n + 2])}, f"rise from 0 to the number of tokens, {n}, not"),
+        (row, {"cu_seqlens": torch.tensor([0, n, 0, n])}, f"rise from 0 to the number of tokens, {n}, not"),
+        (row, {"cu_seqlens": torch.tensor([0, 0, n])}, "state must be torch.float32"),
+        (row, {"cu_seqlens": cuts, "segments": ids[:1]}, "segments and cu_seqlens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            family.call(operands | changes)
+
+
 @only(lambda family, form: form == "torch")
 @pytest.mark.parametrize("around", ["plain", "mask+segments", "cu_seqlens"])
 def test_derivatives_and_their_derivatives_equal_numerical_ones(family, form, around):
@@ -565,17 +595,18 @@ def test_watch_names_the_operation(family, form):
     assert "float32" in seen[0].why_not
 
 
-@only(kernels)
+@only(lambda family, form: form != "reference")
 def test_two_calls_give_the_same_bits(family, form):
     given = family.operands(length(form, 70), dtype=torch.float32)
     exactly(family.outcome(form, given), family.outcome(form, given))
 
 
-def collected(forms: Sequence[str]) -> dict[str, Any]:
-    """What a test file needs: the laws that apply to some form, their fixture, and the hook that draws their cases."""
+def collected(forms: Sequence[str], *names: str) -> dict[str, Any]:
+    """What a test file needs: the laws of these names, or all that apply to some form, and their cases."""
 
     def anywhere(law: Any) -> bool:
         return any(applies(law, family, form) for family in FAMILIES.values() for form in forms)
 
     laws = {name: law for name, law in globals().items() if name.startswith("test_") and anywhere(law)}
-    return laws | {"threads": threads, "pytest_generate_tests": pytest_generate_tests}
+    laws = {name: laws[name] for name in names} or laws
+    return laws | {"pytest_generate_tests": pytest_generate_tests}

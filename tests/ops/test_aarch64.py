@@ -49,15 +49,6 @@ def test_loops_are_of_neon(objects):
         assert (count > 20) == (not source.match(SCALAR)), source
 
 
-@pytest.fixture
-def two_threads():
-    """Recorded calls use as many threads as on the emulator."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
 def recorded(monkeypatch, isa, families):
     """The calls of the cases of some families on this processor."""
     monkeypatch.setenv("LONGSPAN_ISA", isa)
@@ -87,9 +78,9 @@ def replayed(calls, objects, isa, folder):
     return replays.results(calls, written.read_bytes())
 
 
-@pytest.mark.usefixtures("two_threads")
 @needs_emulator
-def test_values_are_those_of_this_processor(objects, tmp_path, monkeypatch):
+def test_values_are_those_of_this_processor(objects, tmp_path, monkeypatch, threads):
+    threads(2)  # as on the emulator
     families = isa_cases.CALLS
     # The set whose vectors have as many lanes as those of NEON.
     calls = recorded(monkeypatch, instruction_sets.known()[-1].name, families)
@@ -111,13 +102,13 @@ def test_values_are_those_of_this_processor(objects, tmp_path, monkeypatch):
                 assert error <= TOLERANCES[dtype], (call.name, error)
 
 
-@pytest.mark.usefixtures("two_threads")
 @needs_emulator
 @pytest.mark.parametrize("isa", [NEON, DOTPROD], ids=lambda isa: isa.name)
-def test_products_with_quantized_weights_have_the_same_bits(isa, tmp_path, monkeypatch):
+def test_products_with_quantized_weights_have_the_same_bits(isa, tmp_path, monkeypatch, threads):
     """As with fused multiply-adds here: sums of integers are exact, and those of cells are in the same order."""
     if all(one.name != "avx2" for one in instruction_sets.usable()):
         pytest.skip("this processor has no AVX2")
+    threads(2)
     objects = compiled(tmp_path, isa, [source for source in toolchain.SOURCES if source.match("quantized/*.cpp")])
     calls = recorded(monkeypatch, "avx2", ["quantized"])
     for call, (result, found) in zip(calls, replayed(calls, objects, isa, tmp_path), strict=True):

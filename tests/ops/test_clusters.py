@@ -5,6 +5,7 @@ import torch
 
 import longspan
 from longspan.ops.compress import clusters, prototypes
+from support.tensors import data
 
 
 def random(seed=0):
@@ -13,10 +14,6 @@ def random(seed=0):
 
 def codes(*shape, bits=6, seed=0):
     return torch.randint(2**bits, shape, generator=random(seed))
-
-
-def data(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=random(seed))
 
 
 MASK = torch.tensor([[True] * 29, [False] * 4 + [True] * 9 + [False] * 11 + [True] * 5])

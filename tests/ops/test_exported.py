@@ -8,8 +8,9 @@ from torch.utils import _pytree as pytree
 
 import longspan
 from longspan.ops import gated
+from ops.families import FAMILIES
 
-SPECS = ("linear", "gated_deltanet(key_heads=1)", "retention", "kda(convolution=0)")
+SPECS = ("linear", "gated_deltanet(key_heads=1)", "kda(convolution=0)")
 
 
 class Flat(nn.Module):
@@ -25,14 +26,9 @@ class Flat(nn.Module):
         return y, *pytree.tree_leaves(end)
 
 
-def operands(batch, n, normalized=True):
+def operands(batch, n):
     """q, k, v, log_decay, beta, state of two heads of keys and four of values, in float64."""
-    random = torch.Generator().manual_seed(n)
-    q, k = torch.randn(2, batch, 2, n, 3, dtype=torch.float64, generator=random)
-    v = torch.randn(batch, 4, n, 5, dtype=torch.float64, generator=random)
-    decay = -torch.rand(batch, 4, n, dtype=torch.float64, generator=random)
-    beta = torch.rand(batch, 4, n, dtype=torch.float64, generator=random)
-    return q, k, v, decay, beta, torch.randn(batch, 4, 3, 5, dtype=torch.float64, generator=random)
+    return list(FAMILIES["delta-head"].operands(n, (3, 5), batch=batch).values())
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -87,8 +83,7 @@ def test_the_operation_is_the_recurrence():
 
 
 def test_the_operation_keeps_the_rules_of_torch():
-    given = operands(1, 4)
-    given = [t.requires_grad_() for t in given]
+    given = [t.requires_grad_() for t in operands(1, 4)]
     wanted = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.longspan.recurrence, (*given, None, None, None, 0.5, True), test_utils=wanted)
 

@@ -214,10 +214,6 @@ def cuts(*offsets):
         (WHOLE, {"log_decay": torch.zeros(2, 4, 6)}, r"^log_decay .*\(2, 4, 7\) or \(2, 4, 7, 5\).*\(2, 4, 6\)"),
         (WHOLE, {"log_decay": torch.zeros(2, 2, 7)}, r"not torch.float32 \(2, 2, 7\)"),
         (WHOLE, {"beta": torch.zeros(2, 4, 7, 1)}, r"^beta .*\(2, 4, 7\).*\(2, 4, 7, 1\)"),
-        (WHOLE, {"mask": torch.zeros(2, 7)}, r"^mask .*bool \(2, 7\).*torch.float32"),
-        (WHOLE, {"segments": torch.zeros(2, 7)}, r"^segments .*int64 \(2, 7\).*torch.float32"),
-        (WHOLE, {"state": torch.zeros(2, 4, 3, 5)}, r"state must be torch.float32 \(B, H, D, E\) = \(2, 4, 5, 3\)"),
-        (WHOLE, {"state": torch.zeros(2, 4, 5, 3).double()}, "not torch.float64"),
         (
             TOKEN,
             {"value": torch.zeros(2, 3, 1, 3), "beta": torch.zeros(2, 3, 1), "state": torch.zeros(2, 3, 5, 3)},
@@ -226,22 +222,8 @@ def cuts(*offsets):
         (TOKEN, {"key": torch.zeros(2, 2, 1, 4)}, "do not fit"),
         (TOKEN, {"log_decay": torch.zeros(2, 2, 1)}, r"not torch.float32 \(2, 2, 1\)"),
         (TOKEN, {"beta": torch.zeros(2, 4, 1, 1)}, r"^beta .*\(2, 4, 1\).*\(2, 4, 1, 1\)"),
-        (TOKEN, {"mask": torch.zeros(2, 1)}, r"^mask .*bool \(2, 1\).*torch.float32"),
-        (TOKEN, {"state": torch.zeros(2, 4, 3, 5)}, r"state must be torch.float32 \(B, H, D, E\) = \(2, 4, 5, 3\)"),
         (TOKEN, {"normalize": "L2"}, "unknown norm"),
         (PACKED, {"normalize": "l1"}, "unknown norm of queries and keys 'l1'.*; known: l2"),
-        (PACKED, {"cu_seqlens": cuts(0, 3, 6)}, r"rise from 0 to the number of tokens, 7, not \[0, 3, 6\]"),
-        (
-            PACKED,
-            {"cu_seqlens": cuts(0, 3, 7), "state": torch.zeros(1, 2, 5, 5)},
-            r"\(B, H, D, E\) = \(2, 2, 5, 5\), not",
-        ),
-        (
-            PACKED,
-            {"cu_seqlens": cuts(0, 7), "segments": torch.zeros(1, 7, dtype=torch.int64)},
-            "segments and cu_seqlens",
-        ),
-        (PACKED, {"cu_seqlens": cuts(0, 7).float()}, r"cu_seqlens must be int32 or int64"),
     ],
 )
 def test_what_does_not_fit_is_refused(given, changes, message):

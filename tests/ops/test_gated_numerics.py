@@ -1,4 +1,9 @@
-"""Decay and the delta rule at the limits of their numbers: finite, and equal to float64 within a stated bound."""
+"""Decay and the delta rule at the limits of their numbers: finite, and equal to float64 within a stated bound.
+
+A law of ``laws.py`` has decays of every strength side by side.
+"""
+
+from functools import partial
 
 import pytest
 import torch
@@ -6,6 +11,7 @@ import torch.nn.functional as F
 
 import longspan
 from longspan.ops import gated
+from longspan.testing.pairs import all_pairs
 
 BACKENDS = ("torch", "native")
 LONG = 4099  # tokens, a prime
@@ -37,7 +43,7 @@ def operands(n, dtype=torch.float32, *, heads=2, d=8, e=4, beta=None, spread=Non
 
 def exact(given, **options):
     """The loop in float64."""
-    wide = {name: t.double() for name, t in given.items()}
+    wide = {name: None if t is None else t.double() for name, t in given.items()}
     with longspan.backend("reference"):
         return gated.recur(**wide, **options)
 
@@ -59,45 +65,34 @@ def assert_close(found, expected, tolerance):
         assert (a.double() - b.double()).abs().max() <= tolerance * b.abs().max()
 
 
-def strong(shape, strengths=(0.0, -1e-12, -0.1, -50.0, -1e4, -float("inf"))):
-    """Logarithms of decays of every strength, mixed at random."""
-    picks = torch.randint(len(strengths), shape, generator=torch.Generator().manual_seed(7))
-    return torch.tensor(strengths)[picks]
+@pytest.mark.parametrize(
+    "row",
+    all_pairs(backend=BACKENDS, channels=(True, False), delta=(True, False), strength=(-50.0, -1e4, -float("inf"))),
+    ids=lambda row: "-".join(map(str, row.values())),
+)
+def test_strong_decay_everywhere_lets_each_token_see_itself_alone(row):
+    backend, channels, delta, strength = row.values()
+    given = operands(197) | {"log_decay": torch.full((1, 2, 197, 8) if channels else (1, 2, 197), strength)}
+    beta = given["beta"][..., None] if delta else 1
+    given |= {"state": randn(1, 2, 8, 4, seed=5).float(), "beta": given["beta"] if delta else None}
+    found = measured(backend, given)
+    assert_close(found, exact(given), SINGLE)
+    q, k, v = (given[name] for name in "qkv")
+    assert_close(found[:1], [(q * k).sum(-1, keepdim=True) / 8**0.5 * v * beta], SINGLE)
 
 
-@pytest.mark.parametrize("delta", [True, False])
-@pytest.mark.parametrize("channels", [True, False])
-@pytest.mark.parametrize("backend", BACKENDS)
-class TestStrongDecay:
-    def given(self, channels, delta, decay):
-        given = operands(197) | {"log_decay": decay((1, 2, 197, 8) if channels else (1, 2, 197))}
-        if not delta:
-            del given["beta"]
-        return given | {"state": randn(1, 2, 8, 4, seed=5).float()}
-
-    def test_of_every_strength(self, backend, channels, delta):
-        given = self.given(channels, delta, strong)
-        assert_close(measured(backend, given), exact(given), SINGLE)
-
-    @pytest.mark.parametrize("strength", [-50.0, -1e4, -float("inf")])
-    def test_everywhere(self, backend, channels, delta, strength):
-        given = self.given(channels, delta, lambda shape: torch.full(shape, strength))
-        found = measured(backend, given)
-        assert_close(found, exact(given), SINGLE)
-        # Each token sees itself alone.
-        q, k, v = (given[name] for name in "qkv")
-        alone = (q * k).sum(-1, keepdim=True) / 8**0.5 * v * (given["beta"][..., None] if delta else 1)
-        assert_close(found[:1], [alone], SINGLE)
-
-    def test_gradients(self, backend, channels, delta):
-        """Also that of a decay which forgets everything."""
-        given = self.given(channels, delta, strong)
-        found, expected = [], []
-        for outputs, wide in ((found, False), (expected, True)):
-            inputs = {name: (t.double() if wide else t).requires_grad_() for name, t in given.items()}
-            o, state = exact(inputs) if wide else measured(backend, inputs)
-            outputs += torch.autograd.grad(o.square().sum() + state.sum(), list(inputs.values()))
-        assert_close(found, expected, 10 * SINGLE)
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("delta", [False, True])
+def test_strong_decays_have_exact_gradients(channels, delta):
+    """A token reads its own write without decay, 3,000 times the remaining write of the previous token."""
+    given = operands(67, d=16, e=16) | {"log_decay": -8.0 - randn(1, 2, 67, *([16] if channels else [])).abs().float()}
+    given["beta"] = given["beta"] if delta else None
+    found = []
+    for call in (partial(measured, "native"), exact):
+        g = given["log_decay"].clone().requires_grad_()
+        o, _ = call(given | {"log_decay": g})
+        found.append(torch.autograd.grad(o, g, randn(1, 2, 67, 16, seed=9).to(o))[0].double())
+    assert float((found[0] - found[1]).norm() / found[1].norm()) < 1e-5
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -117,8 +112,7 @@ def test_keys_that_are_nearly_equal(backend, spread, decay):
 def test_a_long_sequence_that_forgets_little(backend, delta):
     """A sum of thousands of terms whose decay, e^-0.001 a token, is almost 1."""
     given = operands(LONG) | {"log_decay": -0.001 * randn(1, 2, LONG, seed=6).abs().float()}
-    if not delta:
-        del given["beta"]
+    given["beta"] = given["beta"] if delta else None
     assert_close(measured(backend, given), exact(given), 5 * SINGLE)
 
 

@@ -8,15 +8,8 @@ import torch
 from longspan.testing import Subject
 
 
-@pytest.fixture
-def _plain_memory(monkeypatch):
-    """Inductor cannot place the writes that spoil fresh memory in tests."""
-    for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
-        monkeypatch.setattr(place, name, getattr(place, name).__wrapped__)
-
-
 @pytest.mark.inductor
-@pytest.mark.usefixtures("_plain_memory")
+@pytest.mark.usefixtures("plain_memory")
 @pytest.mark.parametrize("spec", ["linear", "linear(rotary=100.0)", "softmax", "kernel", "linear; softmax"])
 def test_inductor(spec):
     subject = Subject(spec)

@@ -1,103 +1,41 @@
-"""Packed sequences next to one that holds NaN or infinity: operations, compiled calls, states and carries."""
-
-import functools
+"""Packed sequences next to one that holds NaN or infinity: attentions, compiled calls, states and carries."""
 
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
 import longspan
-from longspan import backend, decay_attention, delta_rule, linear_attention
+from longspan import linear_attention
 from longspan.ops import isolated
-from longspan.ops.native.call import available
+from support.tensors import data
 
 B, H, N, D = 2, 2, 70, 4
 SEGMENTS = torch.tensor([[0] * 20 + [1] * 30 + [2] * 20, [0] * 40 + [5] * 30])
 SPOILT = torch.stack([SEGMENTS[0] == 1, SEGMENTS[1] == 0])
-OTHERS = (~SPOILT)[:, None].expand(B, H, N)
-BACKENDS = ("reference", "torch", *(["native"] if available() else []))
 NAN, INF = float("nan"), float("inf")
-
-
-def operands(dtype) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    made = {name: torch.randn(B, H, N, D, generator=generator, dtype=dtype) for name in ("query", "key", "value")}
-    made["key"] = torch.nn.functional.normalize(made["key"], dim=-1)
-    made["log_decay"] = -torch.rand(B, H, N, generator=generator, dtype=dtype)
-    made["beta"] = torch.rand(B, H, N, generator=generator, dtype=dtype)
-    return made
-
-
-def call(name: str, given: dict, **options):
-    q, k, v, log_decay, beta = given.values()
-    options = {"segments": SEGMENTS, "return_state": True} | options
-    match name:
-        case "linear" | "bidirectional":
-            if name == "bidirectional":
-                options = {key: value for key, value in options.items() if key != "state"}
-            return linear_attention(q, k, v, causal=name == "linear", **options)
-        case "decay":
-            return decay_attention(q, k, v, log_decay=log_decay, **options)
-        case "by channel":
-            return decay_attention(q, k, v, log_decay=log_decay[..., None].expand_as(k), **options)
-    return delta_rule(q, k, v, beta=beta, log_decay=log_decay, **options)
-
-
-NAMES = ("linear", "bidirectional", "decay", "by channel", "delta")
-
-
-def parameters(name: str) -> tuple[str, ...]:
-    more = {"decay": ("log_decay",), "by channel": ("log_decay",), "delta": ("log_decay", "beta")}
-    return ("query", "key", "value", *more.get(name, ()))
-
-
-def cases():
-    """Name, backend and type of all forms that there are."""
-    every = [(name, kind, dtype) for name in NAMES for kind in BACKENDS for dtype in (torch.float32, torch.float64)]
-    return [(n, kind, t) for n, kind, t in every if kind != "native" or (t == torch.float32 and n != "bidirectional")]
-
-
-@pytest.mark.parametrize(("name", "kind", "dtype"), cases())
-class TestOperations:
-    def outcome(self, name, given, dtype, factor=1.0):
-        """Outputs, states and gradients of the sequences that are not spoilt."""
-        given = {key: t.clone().requires_grad_(key in parameters(name)) for key, t in given.items()}
-        state = torch.rand(B, H, D, D + (name == "linear"), generator=torch.Generator().manual_seed(1), dtype=dtype)
-        out, after = call(name, given, state=state)
-        grad = torch.ones_like(out)
-        grad[~OTHERS] *= factor
-        ends = [] if name == "bidirectional" else [after]
-        wanted = [given[key] for key in parameters(name)]
-        grads = torch.autograd.grad([out, *ends], wanted, [grad, *map(torch.ones_like, ends)])
-        return [*ends, out[OTHERS], *(g[OTHERS] for g in grads)]
-
-    def test_neighbors_stay_what_they_are(self, name, kind, dtype):
-        given, tolerance = operands(dtype), {"rtol": 1e-4, "atol": 1e-5} if dtype == torch.float32 else {}
-        with backend(kind):
-            wanted = self.outcome(name, given, dtype)
-            for key in parameters(name):
-                for content in (
-                    (NAN, torch.finfo(dtype).max) if kind == "reference" else (NAN, INF, torch.finfo(dtype).max)
-                ):
-                    spoilt = {k: t.clone() for k, t in given.items()}
-                    # A decay is never positive; it can be endless.
-                    spoilt[key][0, :, 33] = -content if key == "log_decay" else content
-                    spoilt[key][1, :, 0] = -content
-                    found = self.outcome(name, spoilt, dtype)
-                    torch.testing.assert_close(found, wanted, **tolerance)
-            torch.testing.assert_close(self.outcome(name, given, dtype, NAN), wanted, **tolerance)
 
 
 @pytest.mark.parametrize("transformed", [False, True])
 def test_a_bidirectional_sum_has_what_all_sequences_add(transformed):
-    given = operands(torch.float64)
-    given["value"][0, :, 33] = NAN
-    run = functools.partial(call, "bidirectional")
-    _, after = torch.func.vjp(run, given)[0] if transformed else run(given)
+    """The other sequences keep their outputs and gradients, as the laws state for causal sums."""
+    q, k, v = (data(B, H, N, D, seed=seed) for seed in range(3))
+    spoilt = v.clone()
+    spoilt[0, :, 33] = NAN
+
+    def run(v):
+        return linear_attention(q, k, v, causal=False, segments=SEGMENTS, return_state=True)
+
+    out, after = torch.func.vjp(run, spoilt)[0] if transformed else run(spoilt)
     assert after[0, ..., :-1].isnan().all()
-    clean = {key: t[1:] for key, t in given.items()}
-    wanted = linear_attention(*list(clean.values())[:3], causal=False, return_state=True)[1]
+    wanted = linear_attention(q[1:], k[1:], v[1:], causal=False, return_state=True)[1]
     torch.testing.assert_close(after[1:], wanted)
+    others = SEGMENTS != 1
+    torch.testing.assert_close(out.movedim(2, 1)[others], run(v)[0].movedim(2, 1)[others])
+    grads = []
+    for x, fill in ((spoilt, NAN), (v, 1.0)):
+        above = torch.where(others[:, None, :, None], 1.0, fill).expand_as(out)
+        grads += torch.autograd.grad(run(x.requires_grad_())[0], x, above.to(x))
+    torch.testing.assert_close(*(grad.movedim(2, 1)[others] for grad in grads))
 
 
 def made(spec):

@@ -9,11 +9,9 @@ from longspan.generation.sampling import generate, log_likelihood
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.ops import linear
-from longspan.ops.linear.features import MAPS
 from longspan.ops.linear.native import step as linear_step
 from longspan.ops.native import build
 from longspan.ops.native.call import available
-from longspan.testing.pairs import all_pairs
 
 try:
     build.load("linear/forward")
@@ -51,25 +49,6 @@ def counted(monkeypatch):
 
 @needs_kernels
 class TestStep:
-    @pytest.mark.parametrize(
-        "row",
-        all_pairs(
-            name=tuple(MAPS),
-            sizes=((1, 1, 1, 1), (2, 3, 7, 5), (5, 8, 32, 32), (3, 2, 13, 64), (1, 1, 251, 128)),
-            scale=(1e-3, 1.0, 30.0),
-        ),
-        ids=lambda row: "-".join(str(value).replace(" ", "") for value in row.values()),
-    )
-    def test_equals_the_reference(self, row, counted):
-        name, (q, k, v, state) = row["name"], operands(*row["sizes"], scale=row["scale"])
-        with backend("reference"):
-            o, s = step(*(t.double() for t in (q, k, v, state)), feature_map=name)
-        with backend("native"):
-            found, after = step(q, k, v, state, feature_map=name)
-        assert len(counted) == 1
-        torch.testing.assert_close(found.double(), o, atol=2e-6 * o.abs().max().item(), rtol=0)
-        torch.testing.assert_close(after.double(), s, atol=2e-6 * s.abs().max().item(), rtol=0)
-
     @pytest.mark.parametrize("donate", [False, True])
     def test_views_are_read_as_they_are(self, donate, counted):
         q, k, v, state = operands(4, 3, 7, 5)
@@ -125,21 +104,6 @@ class TestStep:
                 found[name] = tokens, log_likelihood(model, tokens, chunk=1)
         assert torch.equal(found["auto"][0], found["torch"][0])
         torch.testing.assert_close(found["auto"][1], found["torch"][1], atol=1e-4, rtol=0)
-
-
-@needs_kernels
-@pytest.mark.parametrize("tokens", [1, 40])
-class TestNegatedViews:
-    """Whose numbers lie in memory with the other sign."""
-
-    def test_of_queries_keys_and_values(self, tokens):
-        values = torch.randn(1, 2, tokens, 5, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
-        plain, state = -values.imag, torch.rand(1, 2, 5, 6)
-        # The second lies as a kernel wants it, but for the sign.
-        for negated in (values.conj().imag, torch._neg_view(values.imag.contiguous())):
-            assert negated.is_neg()
-            found, wanted = (longspan.linear_attention(x, x, x, state=state) for x in (negated, plain))
-            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def _gradients(call, shapes):

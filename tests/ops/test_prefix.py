@@ -16,13 +16,10 @@ from longspan.ops import gated, linear, prefix
 from longspan.ops.linear import features
 from longspan.ops.native.call import available
 from longspan.ops.tensors import merge, split
+from support.tensors import data as randn
 
 LENGTHS = torch.tensor([17, 60])
 N = 97  # a prime: chunks end inside
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def unilm(lengths: list[int], mask: Tensor) -> Tensor:

@@ -162,28 +162,25 @@ def test_values_and_gradients_equal_the_definition(format, activations):
 
 
 @pytest.mark.skipif(not available("quantized/forward"), reason="no native kernels here")
-def test_bits_depend_on_nothing_else():
+def test_bits_depend_on_nothing_else(threads):
     """Neither on the rows computed together, nor on their number, strides, dtype or the threads."""
-    threads, weights = torch.get_num_threads(), [pack(_weight(format)) for format in native.FORMATS]
+    weights = [pack(_weight(format)) for format in native.FORMATS]
     x, bias = _x(70), torch.ones(OUTPUTS)
-    try:
-        for weight, activations in [(w, kind) for w in weights for kind in ACTIVATIONS]:
-            torch.set_num_threads(1)
-            with backend("native"):
-                found = quantized_linear(x, weight, bias, activations=activations)
-                for rows in (slice(69, 70), slice(3, 5), slice(1, 8), slice(0, 64)):
-                    assert quantized_linear(x[rows], weight, bias, activations=activations).equal(found[rows])
-                torch.set_num_threads(3)
-                strided = torch.stack([x, x], -1).flatten(-2)[:, ::2].mT.contiguous().mT
-                assert quantized_linear(strided, weight, bias, activations=activations).equal(found)
-                half = x.bfloat16()
-                right = quantized_linear(half.float(), weight, bias, activations=activations).bfloat16()
-                assert quantized_linear(half, weight, bias, activations=activations).equal(right)
-                plain = quantized_linear(x.requires_grad_(), weight, bias, activations=activations)
-                assert plain.detach().equal(found)
-                x = x.detach()
-    finally:
-        torch.set_num_threads(threads)
+    for weight, activations in [(w, kind) for w in weights for kind in ACTIVATIONS]:
+        threads(1)
+        with backend("native"):
+            found = quantized_linear(x, weight, bias, activations=activations)
+            for rows in (slice(69, 70), slice(3, 5), slice(1, 8), slice(0, 64)):
+                assert quantized_linear(x[rows], weight, bias, activations=activations).equal(found[rows])
+            threads(3)
+            strided = torch.stack([x, x], -1).flatten(-2)[:, ::2].mT.contiguous().mT
+            assert quantized_linear(strided, weight, bias, activations=activations).equal(found)
+            half = x.bfloat16()
+            right = quantized_linear(half.float(), weight, bias, activations=activations).bfloat16()
+            assert quantized_linear(half, weight, bias, activations=activations).equal(right)
+            plain = quantized_linear(x.requires_grad_(), weight, bias, activations=activations)
+            assert plain.detach().equal(found)
+            x = x.detach()
 
 
 @pytest.mark.parametrize("activations", ACTIVATIONS)

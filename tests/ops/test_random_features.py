@@ -12,16 +12,13 @@ from longspan.attention import build
 from longspan.attention.linear import Linear
 from longspan.ops.linear import features, polynomial
 from longspan.ops.linear import random_features as rf
+from support.tensors import data as gaussian
 
 SOFTMAX = {"positive": rf.positive, "hyperbolic": rf.hyperbolic, "trigonometric": rf.trigonometric}
 D, DRAWS = 4, 20_000
 # Where rows that are not uniform on the sphere show: random directions average the bias away.
 ADVERSARIAL = torch.cat([torch.full((1, D), D**-0.5), torch.eye(D)[:1]]).double()
 ADVERSARIAL = torch.cat([ADVERSARIAL, -ADVERSARIAL])
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def rows(kind, radii="chi", count=DRAWS, features=D, dim=D):

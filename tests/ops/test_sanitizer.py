@@ -21,7 +21,6 @@ BATTERY = tuple(
         "ops/test_op_laws",
         "ops/test_tiles",
         "ops/test_chosen",
-        "ops/test_picked",
     )
 )
 

@@ -10,6 +10,7 @@ from longspan import backend
 from longspan.ops import linear
 from longspan.ops.linear.features import MAPS
 from longspan.ops.native.call import available, why_not
+from longspan.testing.pairs import all_pairs
 
 pytestmark = [
     pytest.mark.skipif(not available(), reason="there are no native kernels here"),
@@ -76,14 +77,6 @@ def same(inputs, upstream, tolerance=ROUNDED, **options):
     close(everything(inputs, upstream, **options), definition(inputs, upstream, **options), tolerance)
 
 
-@pytest.fixture
-def threads():
-    """``torch.set_num_threads`` for one test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 class TestEqualsTheDefinition:
     @pytest.mark.parametrize("feature_map", MAPS)
     @pytest.mark.parametrize("scale", [1e-3, 40.0])
@@ -93,11 +86,14 @@ class TestEqualsTheDefinition:
         k = (k * scale).clamp(max=31.0)
         same([q, k, v, state], [grad, grad_state], feature_map=feature_map)
 
-    @pytest.mark.parametrize("count", [1, 2, 3])
-    @pytest.mark.parametrize(("b", "h"), [(1, 1), (1, 2), (2, 3), (3, 1), (1, 29)])
-    @pytest.mark.parametrize("kind", ["plain", "mask", "segments"])
-    def test_threads(self, count, b, h, kind, threads):
+    @pytest.mark.parametrize(
+        "row",
+        all_pairs(count=(1, 2, 3), sizes=((1, 1), (1, 2), (2, 3), (3, 1), (1, 29)), kind=("plain", "mask", "segments")),
+        ids=lambda row: "-".join(map(str, row.values())),
+    )
+    def test_threads(self, row, threads):
         """Heads are shared out, and tokens where heads are few; the same number of threads gives the same bits."""
+        count, (b, h), kind = row.values()
         n = 1031 if h < 29 else 67  # 8 chunks of 32 for each thread, or too few to share out
         *inputs, grad, grad_state = operands(n, 5, 3, b=b, h=h)
         options = arguments(kind, n, b)
@@ -105,14 +101,6 @@ class TestEqualsTheDefinition:
         found = everything(inputs, [grad, grad_state], **options)
         equal(everything(inputs, [grad, grad_state], **options), found)
         close(found, definition(inputs, [grad, grad_state], **options))
-
-
-class TestLayouts:
-    def test_outputs_and_gradients_lie_as_inputs_do(self):
-        *inputs, grad, grad_state = operands(45)
-        o, _, dq, dk, dv, _ = everything(inputs, [grad, grad_state])
-        assert all(t.transpose(1, 2).is_contiguous() for t in (o, dq, dk, dv))
-        assert call(*(t.contiguous() for t in inputs))[0].is_contiguous()
 
 
 class TestPrecision:
@@ -134,15 +122,6 @@ class TestPrecision:
         expected = everything(inputs, [grad, grad_state])
         with torch.autocast("cpu", torch.bfloat16):
             equal(everything(inputs, [grad, grad_state]), expected)
-
-    def test_the_default_dtype_does_not_matter(self):
-        *inputs, grad, grad_state = operands(45)
-        expected = everything(inputs, [grad, grad_state])
-        torch.set_default_dtype(torch.float64)
-        try:
-            equal(everything(inputs, [grad, grad_state]), expected)
-        finally:
-            torch.set_default_dtype(torch.float32)
 
 
 class TestWhatIsReadAndKept:

@@ -9,6 +9,7 @@ from longspan.ops import sparse
 from longspan.ops.backends import backend
 from longspan.ops.native.call import available
 from longspan.ops.sparse import blockwise, sums
+from longspan.testing.pairs import all_pairs
 
 # Windows, blocks of other sizes, far tokens that become classes, heads that differ, rows that see nothing.
 PATTERNS = (
@@ -22,7 +23,6 @@ PATTERNS = (
     "strided(20)",
     "random(2)",
 )
-SIZES = ((1, 200), (37, 200), (64, 192), (130, 131), (90, 90))  # queries, tokens
 WAYS = ["torch", pytest.param("native", marks=pytest.mark.skipif(not available(), reason="no kernels here"))]
 
 
@@ -61,10 +61,13 @@ def gradients(results, leaves):
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("cap", [0.0, 1.5])
-@pytest.mark.parametrize(("n", "m"), SIZES)
-@pytest.mark.parametrize("pattern", PATTERNS)
-def test_output_and_gradients_are_those_of_the_definition(pattern, n, m, cap, way):
+@pytest.mark.parametrize(
+    "row",
+    all_pairs(pattern=PATTERNS, sizes=((1, 200), (37, 200), (64, 192), (130, 131), (90, 90)), cap=(1.5, 0.0)),
+    ids=lambda row: "-".join(map(str, row.values())),
+)
+def test_output_and_gradients_are_those_of_the_definition(row, way):
+    pattern, (n, m), cap = row.values()  # queries, tokens
     exact = operands(n, m)
     right = definition(*exact, pattern, cap)
     dtype, within = (torch.float32, 2e-5) if way == "native" else (torch.float64, 1e-10)

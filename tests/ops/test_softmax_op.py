@@ -9,11 +9,7 @@ import longspan
 from longspan import backend
 from longspan.ops.softmax import dense, similarity
 from longspan.states import kv_cache
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
+from support.tensors import data as randn
 
 Q, K, V = randn(2, 4, 13, 3), randn(2, 2, 13, 3, seed=1), randn(2, 2, 13, 5, seed=2)
 

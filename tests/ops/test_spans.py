@@ -1,4 +1,7 @@
-"""Linear attention span by span: values, gradients and memory against the definition, a loop over tokens in float64."""
+"""Linear attention span by span: memory, strides, compilation, and sequences that are read in both directions.
+
+``test_span_laws.py`` compares causal spans with the definition.
+"""
 
 import itertools
 
@@ -93,16 +96,6 @@ def small(request, monkeypatch):
 
 
 class TestCausal:
-    @pytest.mark.parametrize("n", [1, 2, 13, 21, 22, 41, 63, 64, 65, 101])
-    @pytest.mark.parametrize("given", [False, True], ids=["from nothing", "from a state"])
-    @pytest.mark.parametrize("options", ["plain", "mask", "segments", "both"])
-    def test_equals_the_definition(self, n, given, options, small):
-        *inputs, state = numbers(n)
-        arguments: dict = {"mask": half_masked(n)} if options in ("mask", "both") else {}
-        arguments |= {"segments": packed(n)} if options in ("segments", "both") else {}
-        inputs = [*inputs, state] if given else inputs
-        same(causal(*inputs, **arguments), definition(*inputs, **arguments), inputs)
-
     @pytest.mark.parametrize("n", [257, 1031, 2100])
     def test_true_sizes(self, n):
         inputs = numbers(n, b=1, h=2)
@@ -118,15 +111,8 @@ class TestCausal:
         out, _ = causal(*numbers(50))
         assert out.transpose(1, 2).is_contiguous()
 
-    def test_chunks_give_what_the_quadratic_form_gives(self):
-        inputs = numbers(31)
-        arguments = {"mask": half_masked(31), "segments": packed(31)}
-        same(causal(*inputs, chunk=2, **arguments), causal(*inputs, chunk=64, **arguments), inputs)
-
-    @pytest.mark.parametrize("n", [20, 50])
-    def test_masked_numbers_are_not_read(self, n, small):
-        mask = half_masked(n)
-        inputs = numbers(n)
+    def test_masked_numbers_are_not_read(self, small):
+        mask, inputs = half_masked(50), numbers(50)
         q, k, v, state = (x.detach().clone() for x in inputs)
         hidden = ~mask[:, None, :, None]
         k, v = k.masked_fill(hidden, float("nan")), v.masked_fill(hidden, float("inf"))
@@ -137,26 +123,7 @@ class TestCausal:
         torch.testing.assert_close(found[::3], wanted[::3])
         for i in (1, 2):
             assert not wanted[i].masked_select(hidden).any()
-            torch.testing.assert_close(found[i].masked_fill(hidden, 0.0), wanted[i])
-            assert n == 20 or torch.equal(found[i], wanted[i])
-
-    @pytest.mark.parametrize("n", [20, 50])
-    def test_leaves_what_it_is_given(self, n, small):
-        inputs = [x.detach() for x in numbers(n)]
-        before = [x.clone() for x in inputs]
-        _, after = causal(*inputs)
-        assert all(torch.equal(x, y) for x, y in zip(inputs, before, strict=True))
-        assert after.untyped_storage().data_ptr() != inputs[-1].untyped_storage().data_ptr()
-
-    def test_derivatives(self, monkeypatch):
-        monkeypatch.setattr(linear.causally, "SPAN", 4)
-        inputs = [x.detach()[:1, :1].requires_grad_() for x in numbers(11)]
-        mask, segments = torch.arange(11)[None] != 6, (torch.arange(11)[None] > 4).long()
-        for options in ({}, {"mask": mask, "segments": segments}):
-            call = lambda *x, options=options: causal(*x, chunk=2, **options)  # noqa: E731
-            assert torch.autograd.gradcheck(call, inputs, fast_mode=True)
-            assert torch.autograd.gradgradcheck(call, inputs, fast_mode=True)
-            assert torch.autograd.gradgradcheck(lambda *x, call=call: call(*x)[0], inputs[:3], fast_mode=True)
+            torch.testing.assert_close(found[i], wanted[i], rtol=0, atol=0)
 
     def test_only_what_is_asked_for(self, small):
         """Gradients of some inputs, through one of the two outputs."""
@@ -182,56 +149,44 @@ class TestCausal:
             causal(*inputs, state, chunk=linear.causally.CHUNK)
         assert sum(saved.values()) <= n * (2 * D + E) + n * E + n + 4 * D * (E + 1)
 
-    def test_the_same_bits_again(self):
-        inputs = numbers(300, dtype=torch.float32)
-        (out, state), (again, state_again) = (causal(*inputs, chunk=64) for _ in range(2))
-        assert torch.equal(out, again)
-        assert torch.equal(state, state_again)
-        for x, y in zip(gradients((out, state), inputs), gradients((again, state_again), inputs), strict=True):
-            assert torch.equal(x, y)
-
     def test_gradient_checkpointing(self, small):
         inputs = numbers(50)
         found = checkpoint(causal, *inputs, use_reentrant=False)
         same(found, definition(*inputs), inputs)
 
-    @pytest.mark.parametrize("n", [20, 50])
-    def test_autocast_leaves_it_alone(self, n, small):
-        inputs = [x.detach().float() for x in numbers(n)]
+    def test_autocast_leaves_it_alone(self, small):
+        inputs = [x.detach().float() for x in numbers(50)]
         expected = causal(*inputs)
         with torch.autocast("cpu", torch.bfloat16):
             found = causal(*inputs)
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
 
     @traced
-    @pytest.mark.parametrize("arguments", [{}, {"mask": half_masked(50), "segments": packed(50)}], ids=["plain", "all"])
-    @pytest.mark.parametrize("given", [False, True], ids=["from nothing", "from a state"])
-    def test_compiles_as_one_graph(self, arguments, given, small):
+    @pytest.mark.parametrize("given", [False, True], ids=["from nothing", "from a state and packed"])
+    def test_compiles_as_one_graph(self, given, small):
         inputs = numbers(50)[: 3 + given]
+        arguments = {"mask": half_masked(50), "segments": packed(50)} if given else {}
         same(compiled(causal)(*inputs, **arguments), causal(*inputs, **arguments), inputs, 1e-12)
 
 
-class TestHalfPrecision:
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-    @pytest.mark.parametrize("direction", [causal, bidirectional])
-    @pytest.mark.parametrize("feature_map", ["elu", "exp"])
-    def test_only_inputs_and_outputs_are_rounded(self, dtype, direction, feature_map, small):
-        """Against the same numbers in float64: half a unit in the last place for the rounding, and as much again."""
-        inputs = numbers(50, dtype=dtype)[: 4 if direction is causal else 3]
-        exact = [x.detach().double().requires_grad_() for x in inputs]
-        found = direction(*inputs, feature_map=feature_map)
-        wanted = definition(*exact, feature_map=feature_map, causal=direction is causal)
-        assert (found[0].dtype, found[1].dtype) == (dtype, torch.float32)
-        tolerance = torch.finfo(dtype).eps
-        torch.testing.assert_close(found[0].double(), wanted[0], atol=tolerance / 10, rtol=tolerance)
-        torch.testing.assert_close(found[1].double(), wanted[1], atol=1e-5, rtol=1e-5)
-        upstream = [torch.ones_like(x) for x in found]
-        changes = torch.autograd.grad(found, inputs, upstream)
-        expected = torch.autograd.grad(wanted, exact, [x.double() for x in upstream])
-        for change, x, right in zip(changes, inputs, expected, strict=True):
-            assert change.dtype is x.dtype
-            # The gradient through the denominator is computed from the rounded output.
-            torch.testing.assert_close(change.double(), right, atol=8 * tolerance, rtol=8 * tolerance)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("direction", [causal, bidirectional])
+def test_only_inputs_and_outputs_of_half_precision_are_rounded(dtype, direction, small):
+    """Against the same numbers in float64: half a unit in the last place for the rounding, and as much again."""
+    inputs = numbers(50, dtype=dtype)[: 4 if direction is causal else 3]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    found, wanted = direction(*inputs), definition(*exact, causal=direction is causal)
+    assert (found[0].dtype, found[1].dtype) == (dtype, torch.float32)
+    tolerance = torch.finfo(dtype).eps
+    torch.testing.assert_close(found[0].double(), wanted[0], atol=tolerance / 10, rtol=tolerance)
+    torch.testing.assert_close(found[1].double(), wanted[1], atol=1e-5, rtol=1e-5)
+    changes, expected = (
+        torch.autograd.grad(y, x, list(map(torch.ones_like, y))) for y, x in ((found, inputs), (wanted, exact))
+    )
+    for change, x, right in zip(changes, inputs, expected, strict=True):
+        assert change.dtype is x.dtype
+        # The gradient through the denominator is computed from the rounded output.
+        torch.testing.assert_close(change.double(), right, atol=8 * tolerance, rtol=8 * tolerance)
 
 
 class TestBidirectional:
@@ -243,11 +198,10 @@ class TestBidirectional:
         found, wanted = bidirectional(*inputs, mask=mask), definition(*inputs, causal=False, mask=mask)
         same(found, wanted, inputs)
 
-    @pytest.mark.parametrize("masked", [False, True])
-    def test_packed_sequences(self, masked, small):
+    def test_packed_sequences(self, small):
         inputs = numbers(50)[:3]
-        arguments = {"segments": packed(50), "mask": half_masked(50) if masked else None}
-        same(bidirectional(*inputs, **arguments), definition(*inputs, causal=False, **arguments), inputs)
+        for arguments in ({"segments": packed(50)}, {"segments": packed(50), "mask": half_masked(50)}):
+            same(bidirectional(*inputs, **arguments), definition(*inputs, causal=False, **arguments), inputs)
 
     @pytest.mark.parametrize("feature_map", features.MAPS)
     @pytest.mark.parametrize("n", [31, 701])
@@ -347,18 +301,6 @@ def test_spans_fit_the_budget_and_cover_every_row_and_token():
 
 @pytest.mark.cuda
 class TestOnTheGPU:
-    @pytest.mark.parametrize("n", [50, 1031])
-    @pytest.mark.parametrize("options", ["plain", "mask", "segments"])
-    def test_equals_the_definition(self, n, options):
-        inputs = numbers(n)
-        arguments = {"mask": {"mask": half_masked(n)}, "segments": {"segments": packed(n)}}.get(options, {})
-        there = [x.detach().cuda().requires_grad_() for x in inputs]
-        found = causal(*there, **{name: x.cuda() for name, x in arguments.items()})
-        wanted = definition(*inputs, **arguments)
-        torch.testing.assert_close([x.cpu() for x in found], list(wanted), atol=1e-9, rtol=1e-9)
-        found, wanted = gradients(found, there), gradients(wanted, inputs)
-        torch.testing.assert_close([x.cpu() for x in found], list(wanted), atol=1e-9, rtol=1e-9)
-
     def test_both_directions(self):
         inputs = numbers(701, m=300)[:3]
         there = [x.detach().cuda().requires_grad_() for x in inputs]

@@ -10,8 +10,8 @@ from longspan.attention.adaptive_span import AdaptiveSpan
 from longspan.ops import isolated, linear, prefix
 from longspan.ops.gated import chunks
 from longspan.ops.linear import causal as spans
-from longspan.ops.linear import composed, recurrence, workspace
 from longspan.ops.linear import native as sequence
+from longspan.ops.linear import workspace
 from longspan.ops.native.call import available
 from longspan.ops.softmax import dense
 from longspan.ops.tensors import positions
@@ -19,32 +19,8 @@ from longspan.states import kv_cache
 from longspan.states.kv_cache import CacheView
 
 
-def leaky_products(span, a, b):
-    return (a @ b.mT).tril(1) if span.weight is None else (a @ b.mT) * span.weight
-
-
 def leaky_triangle(products, diagonal=0, original=torch.Tensor.tril):
     return original(products, diagonal + 1)
-
-
-def no_padding_in_the_quadratic_form(q, k, v, feature_map, mask, original=composed._mapped):
-    return original(q, k, v, feature_map, None)
-
-
-def wrong_eps_in_the_quadratic_form(q, k, v, state, feature_map, eps, mask, segments, original=composed.quadratic):
-    return original(q, k, v, state, feature_map, 1e3 * eps, mask, segments)
-
-
-def no_padding_in_spans(self, x):
-    return x
-
-
-def leaky_span(self, products):
-    return products
-
-
-def segments_never_end(self, keys):
-    return keys
 
 
 def state_of_the_span_unread(self, parts, name, *, reverse=False, original=workspace.Rows.running):
@@ -83,10 +59,6 @@ def leaky_softmax(q, k, v, *, mask=None, causal=False, dropout=0.0, original=den
     return original(q, k, v, mask=mask, causal=causal, dropout=dropout)
 
 
-def no_padding_in_sums(q, k, v, causal, real, segments, state, donate, original=linear._sum):
-    return original(q, k, v, causal, None, segments, state, donate)
-
-
 def no_padding_in_view(k, v, *, causal, mask=None, segments=None, prefix=None, original=kv_cache.within):
     return original(k, v, causal=causal, segments=segments, prefix=prefix)
 
@@ -110,10 +82,6 @@ def prefix_blind_to_the_past(cache_, k, v, *, prefix=None, original=kv_cache.ext
     return view._replace(mask=view.mask & (torch.arange(view.keys.shape[2]) > 0)), added
 
 
-def step_in_place(r, donate, original=chunks._step):
-    return original(r._replace(state=r.state.detach()), donate=True)
-
-
 def cache_in_place(cache_, k, v, used, donate, original=kv_cache._extend_even):
     with torch.no_grad():
         return original(cache_, k, v, used, True)
@@ -121,17 +89,6 @@ def cache_in_place(cache_, k, v, used, donate, original=kv_cache._extend_even):
 
 def mean_instead_of_normalizer(read, eps):
     return read[..., :-1] / (read[..., -1:].mean(-2, keepdim=True) + eps)
-
-
-def forgotten_past(q, k, allowed, *, eps, state=None, numerator=None, original=linear.matrix):
-    return original(q, k, allowed, eps=0.1, state=state, numerator=numerator)
-
-
-def last_token_unwritten(q, k, v, state=None, *, segments=None, donate=False, original=recurrence.scan):
-    out, after = original(q, k, v, state, segments=segments)
-    if q.shape[2] > 1:
-        after = original(q[:, :, :-1], k[:, :, :-1], v[:, :, :-1], state)[1]
-    return out, after
 
 
 def sums_in_half_precision(parts, whole, state, original=chunks._sums):
@@ -189,21 +146,9 @@ def spans_clamped_backwards(self):
 
 ROTARY = "linear(rotary=100.0)"  # uses the scan; others have separate forms
 MUTANTS = {
-    "a leaky mask in the scan": (chunks.Span, "products", leaky_products, ROTARY, "causal"),
     "a leaky mask in the quadratic form": (torch.Tensor, "tril", leaky_triangle, "linear", "causal"),
-    "a leaky mask in a span": (workspace.Rows, "causal", leaky_span, "linear", "oracle"),
     "a leaky mask in softmax": (dense, "attend", leaky_softmax, "softmax", "causal"),
-    "a dropped padding mask in the sums": (linear, "_sum", no_padding_in_sums, ROTARY, "padding"),
-    "a dropped padding mask in the quadratic form": (
-        composed,
-        "_mapped",
-        no_padding_in_the_quadratic_form,
-        "linear",
-        "padding",
-    ),
-    "a dropped padding mask in a span": (workspace.Rows, "_hide", no_padding_in_spans, "linear", "oracle"),
     "a dropped padding mask in softmax": (kv_cache, "within", no_padding_in_view, "softmax", "padding"),
-    "a span that keeps the keys of ended segments": (workspace.Rows, "written", segments_never_end, "linear", "oracle"),
     "a span that forgets gradients from later ones": (
         workspace.Rows,
         "running",
@@ -211,21 +156,11 @@ MUTANTS = {
         "linear",
         "oracle",
     ),
-    "a state changed in place by a step": (chunks, "_step", step_in_place, "linear", "state"),
     "a cache changed in place": (kv_cache, "_extend_even", cache_in_place, "softmax", "state"),
     "a wrong normalizer": (linear, "normalize", mean_instead_of_normalizer, ROTARY, "attention_matrix"),
-    "a wrong eps in the quadratic form": (
-        spans,
-        "quadratic",
-        wrong_eps_in_the_quadratic_form,
-        "linear",
-        "attention_matrix",
-    ),
-    "a wrong eps in the matrix": (linear, "matrix", forgotten_past, "linear", "attention_matrix"),
     "sums in half precision": (chunks, "_sums", sums_in_half_precision, ROTARY, "oracle"),
     # With so few features that roundings are magnified.
     "sums in half precision, in a denominator": (chunks, "_sums", sums_in_half_precision, "rfa", "oracle"),
-    "a prefill that forgets its last token": (recurrence, "scan", last_token_unwritten, ROTARY, CUT),
     "a prefill of spans that forgets its last token": (spans, "attend", last_token_unwritten_by_spans, "linear", CUT),
     "a prefill one position off": (linear_module, "positions", positions_from_one, ROTARY, CUT),
     "a cache one slot short": (kv_cache, "_extend_even", cache_one_short, "softmax", CUT),
@@ -242,11 +177,7 @@ MUTANTS = {
 
 
 NATIVE = {
-    "no first state": natively_without(FORWARD, 5),
     "no padding": natively_without(FORWARD, 7),
-    "no segments": natively_without(FORWARD, 8),
-    "no first state in the gradients": natively_without(BACKWARD, 9),
-    "no padding in the gradients": natively_without(BACKWARD, 12),
     "no segments in the gradients": natively_without(BACKWARD, 13),
     "no gradient through the last state": native_gradient_of_the_state_lost,
 }
