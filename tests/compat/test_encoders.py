@@ -190,7 +190,7 @@ def test_linearize_modernbert(tmp_path, capsys):
     window = "local(window=5, rotary=10000.0)"
     student = longspan.load(tmp_path / "run/model")
     assert student.config.attention == (
-        f"hedgehog(window=8, rotary=160000.0); {window}; {window}; softmax(rotary=160000.0)"
+        f"hedgehog(rotary=160000.0, window=8); {window}; {window}; softmax(rotary=160000.0)"
     )
     LongspanEncoder.from_longspan(student).save_pretrained(tmp_path / "out")
     tokens = torch.tensor([[2, *range(4, 20), 3]])
