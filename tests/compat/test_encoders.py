@@ -25,12 +25,16 @@ SIZES = {
     "pad_token_id": 0,
     "type_vocab_size": 2,
 }
+ROPES = {"full_attention": {"rope_theta": 50.0}, "sliding_attention": {"rope_theta": 7.0}}
 # Type -> fields of configs that differ in what is converted.
 ROWS: list[tuple[str, dict[str, Any]]] = [
     ("bert", {}),
     ("bert", {"hidden_act": "gelu_new", "layer_norm_eps": 1e-2}),
     ("roberta", {"type_vocab_size": 1, "pad_token_id": 1}),
     ("xlm-roberta", {"hidden_act": "relu"}),
+    ("modernbert", {"num_hidden_layers": 4, "local_attention": 8}),
+    ("modernbert", {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "hidden_activation": "silu"}),
+    ("modernbert", {"layer_types": ["sliding_attention"] * 3, "local_attention": 2, "rope_parameters": ROPES}),
 ]
 
 
@@ -92,6 +96,12 @@ def test_outputs_are_the_same(kind, fields):
     [
         ("bert", {"is_decoder": True}, "no is_decoder=True; only is_decoder=False"),
         ("bert", {"hidden_act": "silu"}, "no activation 'silu'"),
+        ("modernbert", {"hidden_activation": "relu"}, "no activation 'relu'; known: gelu, silu"),
+        (
+            "modernbert",
+            {"rope_parameters": {"full_attention": {"rope_type": "linear", "rope_theta": 7.0, "factor": 2.0}}},
+            "an encoder of longspan has no rotary positions of the type 'linear'",
+        ),
         ("distilbert", {"dim": 24, "n_heads": 4}, "of the type 'distilbert' cannot be encoders; known: bert, roberta"),
     ],
 )
@@ -137,9 +147,10 @@ def test_folders_that_are_refused(tmp_path, given, said):
         load_encoder(folder_of(tmp_path, "bert", **given))
 
 
-def test_a_folder_of_sentence_transformers(tmp_path):
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_a_folder_of_sentence_transformers(tmp_path, kind):
     """The outputs of tokens by AutoModel, and modules that load_encoder reads as the folder's author wrote them."""
-    ours = load_encoder(folder_of(tmp_path / "base", "bert", modules=SENTENCES, pooling=FIRST))
+    ours = load_encoder(folder_of(tmp_path / "base", kind, modules=SENTENCES, pooling=FIRST))
     expected = ours.embed(["abc", "ponmlkjihgfedcba"], normalize=False, length=8)
     LongspanEncoder.from_longspan(ours).save_pretrained(tmp_path / "out")
     texts = ["abc", "ponmlkjihgfedcba"]
@@ -164,6 +175,30 @@ def test_a_folder_of_sentence_transformers(tmp_path):
         LongspanEncoder.from_longspan(longspan.Encoder(longspan.EncoderConfig(dim=8, depth=1, heads=2)))
 
 
+def test_linearize_modernbert(tmp_path, capsys):
+    """Local layers stay as they are, global ones become others, and the result reads texts beyond the model's."""
+    pytest.importorskip("lightning")
+    fields = {"num_hidden_layers": 4, "local_attention": 8}
+    base, text = (
+        folder_of(tmp_path / "base", "modernbert", modules=SENTENCES, pooling=MEAN, **fields),
+        tmp_path / "t.txt",
+    )
+    text.write_text("abcdefghijklmnop" * 200)
+    command = ["linearize", str(base), "--data", f"text:{text}", "--length", "32", "--batch", "2", "--layer-steps", "2"]
+    command += ["--steps", "2", "--evaluate-examples", "4", "--keep-layers", "3", "--out", str(tmp_path / "run")]
+    assert main([*command, "--attention", "hedgehog(window=8)"]) == 0
+    window = "local(window=5, rotary=10000.0)"
+    student = longspan.load(tmp_path / "run/model")
+    assert student.config.attention == (
+        f"hedgehog(rotary=160000.0, window=8); {window}; {window}; softmax(rotary=160000.0)"
+    )
+    LongspanEncoder.from_longspan(student).save_pretrained(tmp_path / "out")
+    tokens = torch.tensor([[2, *range(4, 20), 3]])
+    again = transformers.AutoModel.from_pretrained(tmp_path / "out").eval()(tokens).last_hidden_state.mean(1)
+    torch.testing.assert_close(again, student(tokens), rtol=1e-4, atol=1e-4)
+    assert student.embed(["abcdefgh" * 10]).shape == (1, 24)
+
+
 def test_linearize_a_folder(tmp_path, capsys):
     pytest.importorskip("lightning")
     base, text = folder_of(tmp_path / "base", "bert", modules=SENTENCES, pooling=MEAN), tmp_path / "text.txt"
@@ -180,7 +215,7 @@ def test_linearize_a_folder(tmp_path, capsys):
     # A checkpoint is a teacher, too, and its tokenizer must be that of the tokens.
     again = ["linearize", str(tmp_path / "run/model"), *command[2:-1]]
     assert main([*again, str(tmp_path / "more"), "--keep-layers", "0", "--attention", "linear"]) == 2
-    assert "layer 2 of the teacher is hedgehog(window=8)" in capsys.readouterr().err
+    assert "no softmax layer 0 to keep; the teacher's are 1" in capsys.readouterr().err
     other = tmp_path / "other.json"
     other.write_text(tokenizer(WORDS[:-1]))
     assert main(["tokenize", str(text), "--tokenizer", str(other), "--out", str(tmp_path / "tokens")]) == 0

@@ -34,6 +34,11 @@ def test_round_trip(config):
         ),
         (EncoderConfig, {"vocab": -1}, "vocab=-1 must not be negative"),
         (EncoderConfig, {"outputs": -1}, "outputs=-1 must not be negative"),
+        (
+            EncoderConfig,
+            {"embedding_norm": True, "stack": "act(steps=2)"},
+            "embedding_norm=True and prenorm=True take the norm from the first block",
+        ),
         (EncoderConfig, {"pool": "max"}, "unknown pool 'max'; known: first, mean, none"),
         (DecoderConfig, {"positions": None}, "positions=None must be a string"),
         (DecoderConfig, {"attention": 5}, "attention=5 must be a string"),

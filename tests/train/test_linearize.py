@@ -55,6 +55,11 @@ def text(tmp_path_factory):
     return data.load(f"text:{path}", 16)
 
 
+# What ModernBERT has: a norm in place of the first block's, windows and rotary positions, and gates.
+MODERN: dict[str, Any] = {"attention": "softmax(rotary=50.0); local(window=3, rotary=7.0)", "positions": "none"}
+MODERN |= {"prenorm": True, "activation": "geglu"}
+
+
 def run_of(folder, **fields):
     usual = {"steps": 8, "batch": 2, "evaluate_every": 3, "save_every": 2, "learning_rate": 0.01, "logger": "csv"}
     return TrainConfig(out=str(folder / "run"), evaluate_examples=8, **(usual | fields))
@@ -100,6 +105,16 @@ class TestCarriedOver:
         )
         assert plan(teacher("softmax", "learned"), "linear").config.positions == "learned"
 
+    def test_layers_with_other_attentions_stay(self):
+        one = encoder(**MODERN)
+        chosen = plan(one, "hedgehog; linear(rotary=1.0)")
+        assert chosen.specs == ("hedgehog(rotary=50.0)", "local(window=3, rotary=7.0)", "linear(rotary=1.0)")
+        assert chosen.converted == (0, 2)
+        own, given = student_of(one, chosen).state_dict(), one.state_dict()
+        assert all(torch.equal(own[name], given[name]) for name in given if "blocks.1." in name)
+        with pytest.raises(ValueError, match="no softmax layer 1 to keep; the teacher's are 0, 2"):
+            plan(one, "linear", kept=[1])
+
     def test_the_rest_is_copied_and_drawn_by_the_seed(self):
         one = teacher()
         torch.manual_seed(3)
@@ -115,7 +130,7 @@ class TestCarriedOver:
         [
             ("softmax", {}, "keeps all layers of the teacher"),
             ("lineer", {}, "unknown name 'lineer' .did you mean 'linear'"),
-            ("linear; linear; linear; linear", {}, "4 specs, more than the 3 layers"),
+            ("linear; linear; linear; linear", {}, "4 specs, more than the 3 softmax layers"),
             ("average", {}, "layer 0: average has no query projection"),
             (
                 "gla(expand_k=0.5)",
@@ -123,7 +138,12 @@ class TestCarriedOver:
                 "layer 0: the query projection of gla is 8 x 16, and the teacher's",
             ),
             ("nystrom", {}, "nystrom has no causal form"),
-            ("linear", {"attention": "gla; softmax", "positions": "none"}, "layer 0 of the teacher is gla"),
+            ("linear", {"attention": "gla", "positions": "none"}, "no softmax layers that can become others: .*'gla'"),
+            (
+                "linear; gla",
+                {"attention": "gla; softmax", "positions": "none"},
+                "2 specs, more than the 1 softmax layers",
+            ),
             ("linear", {"stack": "universal(steps=2)"}, "stack='universal.steps=2.'"),
         ],
     )
@@ -189,6 +209,7 @@ CONFIG = LinearizeConfig(attention="hedgehog; gated_deltanet", keep=1, layer_ste
 KINDS: dict[str, tuple[Any, LinearizeConfig, str]] = {
     "decoder": (teacher, CONFIG, "logits"),
     "encoder": (encoder, replace(CONFIG, attention="hedgehog(window=3); linear", positions=40), "embeddings"),
+    "windows": (lambda: encoder(**MODERN), replace(CONFIG, attention="hedgehog; linear"), "embeddings"),
 }
 
 
@@ -306,8 +327,9 @@ def test_costs_and_gains_are_losses_of_mixed_models(text):
 
 
 class TestEncoders:
-    def test_a_window_of_all_tokens_is_the_teacher(self):
-        one = encoder()
+    @pytest.mark.parametrize("fields", [{}, MODERN])
+    def test_a_window_of_all_tokens_is_the_teacher(self, fields):
+        one = encoder(**fields)
         tokens, mask = torch.randint(256, (2, 11), generator=torch.Generator().manual_seed(1)), torch.ones(2, 11) > 0
         mask[1, 7:] = False
         for spec in ("hedgehog(window=20)", "local(window=41)", "hedgehog(window=20); softmax"):
@@ -364,7 +386,7 @@ class TestEncoders:
     [
         (encoder, {"pool": "none"}, {}, "the teacher has pool='none'"),
         (encoder, {"vocab": 0}, {}, "the teacher has vocab=0, but"),
-        (encoder, {"attention": "linear"}, {}, "layer 0 of the teacher is linear"),
+        (encoder, {"attention": "linear"}, {}, "the teacher has no softmax layers"),
         (encoder, {}, {"text": 0.5}, "text=0.5 is a share of the loss of a decoder"),
         (encoder, {}, {"tokens": 2.0}, "tokens=2.0 must be in"),
         (encoder, {}, {"positions": 8}, "positions=8 requires an encoder .*This Encoder has"),
@@ -374,7 +396,7 @@ class TestEncoders:
         (teacher, {}, {"positions": 64}, "positions=64 requires an encoder .*This Decoder has"),
         (teacher, {}, {"keep": 3}, "keep=3 must be less than the 3 layers"),
         (teacher, {}, {"keep": 1, "layer_steps": 0}, "which layer_steps=0 leaves out"),
-        (teacher, {}, {"keep_layers": (3,)}, "no layer 3 to keep: the teacher has layers 0 to 2"),
+        (teacher, {}, {"keep_layers": (3,)}, "no softmax layer 3 to keep; the teacher's are 0, 1, 2"),
         (teacher, {}, {"text": 1.5}, "text=1.5 must be in"),
         (teacher, {}, {"layer_steps": -1}, "layer_steps=-1 must not be negative"),
     ],
@@ -427,7 +449,7 @@ def test_the_command(tmp_path, capsys):
             "average has no query projection",
         ),
         ([*command[:3], f"text:{path}", "--keep-layers", "a", "--out", f"{out}2"], "--keep-layers='a' must be layers"),
-        (["linearize", "mnist", "--data", f"text:{path}", "--out", f"{out}2"], "layer 0 of the teacher is linear"),
+        (["linearize", "mnist", "--data", f"text:{path}", "--out", f"{out}2"], "the teacher has no softmax layers"),
         (["linearize", str(tmp_path), "--data", f"text:{path}"], "is neither a checkpoint"),
     ):
         assert main(words) == 2

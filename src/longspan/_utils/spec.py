@@ -4,7 +4,7 @@ import ast
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from . import typecheck
@@ -72,6 +72,16 @@ def split(text: str) -> list[str]:
             f"empty spec in {typecheck.format_value(text)}; separate specs by single semicolons, e.g. 'linear; softmax'"
         )
     return specs
+
+
+def joined(specs: Sequence[str]) -> str:
+    """Join the specs of all layers with ``;``: the shortest text that gives them if it is tiled.
+
+    >>> joined(["gla", "softmax", "gla", "softmax", "gla"])
+    'gla; softmax'
+    """
+    count = next(n for n in range(1, len(specs) + 1) if all(s == specs[i % n] for i, s in enumerate(specs)))
+    return "; ".join(specs[:count])
 
 
 def head(text: str) -> str:

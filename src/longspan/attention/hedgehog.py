@@ -15,6 +15,7 @@ from ..ops.tensors import merge, per_root, positions, split, upcast_half, with_o
 from .base import Attention
 
 BLOCK = 32  # fewest queries that read a window together
+CACHED = 2**20  # scores that are computed at once
 
 
 class HedgehogState(NamedTuple):
@@ -210,19 +211,27 @@ class Hedgehog(Attention[HedgehogState | HedgehogWindowState]):
         def columns(x: Tensor) -> Tensor:
             return F.pad(x, (0, 0, 0, rest)).unfold(2, width, block)  # (B,H,blocks,.,width)
 
-        q, keys, values = rows(q) * per_root(q.shape[-1]), columns(keys), columns(values)
         there = F.pad(used, (0, rest)).unfold(1, width, block)[:, None, :, None]
         query, slot = (torch.arange(size, device=q.device) for size in (block, width))
         band = (slot > query[:, None]) & (slot < query[:, None] + (window + 1 if far is None else 2 * window))
         # Queries in the padding see themselves, so that they have a score.
         near = band & there | (slot == query[:, None] + window)
-        scores = (q @ keys).masked_fill(~near, -torch.inf)
+        hidden, inside = ~near, band.to(q.dtype)
         assert self.gate is not None
-        gate = upcast_half(self.gate).exp()[:, None, None, None]
-        weights = gate * (scores - scores.amax(-1, keepdim=True)).exp()
-        if far is not None:
-            weights = weights - (rows(far[0]) @ columns(far[1])) * band
-        return (weights @ values.mT).flatten(2, 3)[:, :, :n]
+
+        def read(q: Tensor, keys: Tensor, values: Tensor, gate: Tensor, *far: Tensor) -> Tensor:
+            shares = (rows(q) @ columns(keys)).masked_fill(hidden, -torch.inf).softmax(-1)
+            # The largest share has e^(s-c) = 1.
+            weights = shares * (gate / shares.amax(-1, keepdim=True))
+            if far:
+                weights = torch.addcmul(weights, rows(far[0]) @ columns(far[1]), inside, value=-1)
+            return (weights @ columns(values).mT).flatten(2, 3)[:, :, :n]
+
+        # Few heads at a time, so that their scores stay in the cache.
+        few = max(1, CACHED // hidden.numel())
+        gates = upcast_half(self.gate).exp()[None, :, None, None, None]
+        given = (q * per_root(q.shape[-1]), keys, values, gates, *(far or ()))
+        return torch.cat([read(*part) for part in zip(*(t.split(few, 1) for t in given), strict=True)], 1)
 
 
 def _features(x: Tensor, maps: Tensor) -> Tensor:

@@ -24,8 +24,8 @@ def parser() -> Parser:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a run, a checkpoint, a pretrained model, or a folder of transformers with a Llama, Qwen3, GPT-2, BERT or "
-        "RoBERTa, or of sentence-transformers",
+        help="a run, a checkpoint, a pretrained model, or a folder of transformers with a Llama, Qwen3, GPT-2, BERT, "
+        "RoBERTa or ModernBERT, or of sentence-transformers",
     )
     parser.add_argument(
         "--data", type=str, required=True, metavar="DATA", help="a text or tokens: text:PATH, tokens:FOLDER"
@@ -35,8 +35,9 @@ def parser() -> Parser:
         type=str,
         default="hedgehog",
         metavar="SPEC",
-        help="what layers become: one spec, or several separated by ';' and tiled over the depth; softmax keeps a "
-        "layer. Options that a spec leaves out take the sizes and the rotary positions of the model's layer",
+        help="what softmax layers become: one spec, or several separated by ';' and tiled over these layers; softmax "
+        "keeps a layer, and other layers stay. Options that a spec leaves out take the sizes and the rotary positions "
+        "of the model's layer",
     )
     parser.add_argument(
         "--keep",

@@ -58,7 +58,7 @@ class LinearizeConfig:
     source: str = ""
     """the teacher, as it was named"""
     attention: str = "hedgehog"
-    """specs of the student's layers, tiled over the depth; softmax keeps the teacher's layer"""
+    """specs that the teacher's softmax layers become, tiled over these; softmax keeps a layer, and other layers stay"""
     keep: int = 0
     """number of further softmax layers to keep: those whose conversion is measured to cost most after the first
     stage"""

@@ -48,8 +48,9 @@ def plan(teacher: Decoder | Encoder, attention: str, kept: Collection[int] = (),
 
     Args:
         teacher: The teacher.
-        attention: Specs of the student's layers, tiled over the depth; ``softmax`` keeps the teacher's layer.
-        kept: Further layers that stay as they are.
+        attention: Specs that the teacher's softmax layers become, tiled over these; ``softmax`` keeps a layer. Other
+            layers, such as ``local``, stay as they are.
+        kept: Further softmax layers that stay, by their numbers in the teacher.
         positions: The number of learned positions of the new encoder; 0: that of the teacher.
 
     Raises:
@@ -60,17 +61,18 @@ def plan(teacher: Decoder | Encoder, attention: str, kept: Collection[int] = (),
         raise ValueError(f"the teacher has stack={config.stack!r}; only stacks of the kind 'plain' can be linearized")
     if quantization.described(teacher):
         raise ValueError("the teacher has weights of 8 or 4 bits; linearize the model before it is rounded")
+    able = {i: layer for i, layer in enumerate(layers) if type(layer) is Softmax}
+    if not able:
+        raise ValueError(f"the teacher has no softmax layers that can become others: attention={config.attention!r}")
     given = spec.split(attention)
-    if len(given) > config.depth:
-        raise ValueError(f"attention={attention!r} has {len(given)} specs, more than the {config.depth} layers")
-    if odd := [i for i in kept if not 0 <= i < config.depth]:
-        raise ValueError(f"there is no layer {odd[0]} to keep: the teacher has layers 0 to {config.depth - 1}")
-    wanted = [KEPT if i in kept else given[i % len(given)] for i in range(config.depth)]
-    specs = tuple(
-        layer.spec if text == KEPT else _fitted(text, layer, i)
-        for i, (text, layer) in enumerate(_pairs(wanted, layers))
-    )
-    converted = tuple(i for i, (text, layer) in enumerate(_pairs(specs, layers)) if text != layer.spec)
+    if len(given) > len(able):
+        raise ValueError(f"attention={attention!r} has {len(given)} specs, more than the {len(able)} softmax layers")
+    if odd := [i for i in kept if i not in able]:
+        raise ValueError(f"there is no softmax layer {odd[0]} to keep; the teacher's are {', '.join(map(str, able))}")
+    wanted = {i: given[n % len(given)] for n, i in enumerate(able) if i not in kept}
+    fitted = {i: _fitted(text, able[i], i) for i, text in wanted.items() if text != KEPT}
+    specs = tuple(fitted.get(i, layer.spec) for i, layer in enumerate(layers))
+    converted = tuple(i for i, text in fitted.items() if text != layers[i].spec)
     if not converted:
         raise ValueError(f"attention={attention!r} keeps all layers of the teacher; name another mechanism")
     kind, length = parse(config.positions), config.length
@@ -83,7 +85,7 @@ def plan(teacher: Decoder | Encoder, attention: str, kept: Collection[int] = (),
         length = positions
     # Rotary positions are options of the layers that have them.
     own = "none" if isinstance(kind, Rotary) else config.positions
-    changed: dict[str, Any] = {"attention": "; ".join(_period(specs)), "positions": own, "length": length}
+    changed: dict[str, Any] = {"attention": spec.joined(specs), "positions": own, "length": length}
     return Plan(specs, converted, replace(config, **changed))
 
 
@@ -166,17 +168,8 @@ def repeated(table: Tensor, length: int) -> Tensor:
     return table[torch.where(at < size, at, 1 + (at - size) % max(1, size - 1)).clamp(max=size - 1)]
 
 
-def _pairs(texts: Any, layers: list[Attention]) -> list[tuple[str, Attention]]:
-    return list(zip(texts, layers, strict=True))
-
-
-def _fitted(text: str, layer: Attention, index: int) -> str:
+def _fitted(text: str, layer: Softmax, index: int) -> str:
     """The spec with the options of the teacher's layer. Raises ValueError, also if the weights do not fit."""
-    if type(layer) is not Softmax:
-        raise ValueError(
-            f"layer {index} of the teacher is {layer.spec}; only softmax layers can become others. Keep it by the "
-            "spec softmax in its place"
-        )
     cls, given = options_of(text)
     like: dict[str, Any] = {name: getattr(layer, name) for name in LIKE}
     like |= dict.fromkeys(("expand_k", "expand_v"), layer.heads * layer.size / layer.dim)
@@ -191,9 +184,3 @@ def _fitted(text: str, layer: Attention, index: int) -> str:
     made: Any = model_memory.shapes(functools.partial(make, found, layer.dim, layer.heads, **place))
     _projections(layer, made, f"layer {index}")
     return found
-
-
-def _period(specs: tuple[str, ...]) -> tuple[str, ...]:
-    """The shortest beginning that gives all specs if it is tiled."""
-    count = next(n for n in range(1, len(specs) + 1) if all(s == specs[i % n] for i, s in enumerate(specs)))
-    return specs[:count]

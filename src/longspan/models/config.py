@@ -164,7 +164,8 @@ class EncoderConfig(StackConfig):
     labels: str = ""
     """names of a classifier's outputs, separated by spaces; one for each output"""
     embedding_norm: bool = False
-    """normalize the embeddings before the first block, as BERT does"""
+    """normalize the embeddings before the first block, as BERT does; with prenorm, the first attention reads them
+    without another norm, as ModernBERT's does"""
     positions: str = "sinusoidal"
     """none | sinusoidal(layout='interleaved') | learned | rotary(layout='halves', base=10000.0) | relative | alibi"""
     length: int = 1024
@@ -176,6 +177,11 @@ class EncoderConfig(StackConfig):
         _require(self.outputs >= 0, f"outputs={self.outputs} must not be negative")
         _require(self.length >= 1, f"length={self.length} must be at least 1")
         positions.parse(self.positions)
+        _require(
+            not (self.embedding_norm and self.prenorm) or self.stack in ("plain", "reversible"),
+            f"embedding_norm=True and prenorm=True take the norm from the first block, which stack={self.stack!r} "
+            "repeats; pass prenorm=False or stack='plain'",
+        )
         _choose("pool", self.pool, POOLS)
         found = self.labels.split()
         _require(

@@ -56,6 +56,8 @@ class Encoder(Model):
         self.embedding = Embedding(config.vocab, config)
         self.embedding_norm = norm(config.norm, config.dim) if config.embedding_norm else nn.Identity()
         self.stack = Stack(config, causal=False, positions=config.positions)
+        if config.embedding_norm and config.prenorm:
+            self.stack.blocks[0].norm1 = nn.Identity()
         self.head = nn.Linear(config.dim, config.outputs) if config.outputs else nn.Identity()
         initialize(self, config.depth)
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,9 @@ from ..._utils.typecheck import format_value
 from ...data import tokenization
 from ...models.config import DecoderConfig
 from ...models.decoder import Decoder
+from ...models.encoder import Encoder
 
+Built = TypeVar("Built", bound=Decoder | Encoder)
 Named = Iterator[tuple[str, Tensor]]
 TOKENIZER = "tokenizer.json"
 
@@ -63,11 +65,14 @@ def to_decoder(model: Any, tokenizer: str = "") -> Decoder:
     if not tied:
         given["head.weight"] = model.get_output_embeddings().weight[:vocab]
     made = Decoder(DecoderConfig(vocab=vocab, tied=tied, **fields)).to(table.dtype)
-    own = made.state_dict()
-    with torch.no_grad():
-        for name, tensor in own.items():
-            # A bias that the model does not have.
-            tensor.copy_(given.pop(name)) if name in given or not name.endswith(".bias") else tensor.zero_()
+    return filled(made, given, tokenizer)
+
+
+@torch.no_grad()
+def filled(made: Built, given: dict[str, Tensor], tokenizer: str) -> Built:
+    """Copy weights into a model, with zeros for biases that are not given; set its tokenizer and evaluation mode."""
+    for name, tensor in made.state_dict().items():
+        tensor.copy_(given.pop(name)) if name in given or not name.endswith(".bias") else tensor.zero_()
     assert not given, f"weights without a place: {', '.join(given)}"
     made.tokenizer = tokenizer
     return made.eval()
@@ -135,11 +140,20 @@ def _first(model: Any) -> int:
     raise ValueError("the model's config has neither bos_token_id nor eos_token_id, one of which begins a text")
 
 
-def _refuse(config: Any, **usual: Any) -> None:
-    """Raise ValueError for an option that a decoder does not have."""
+def refuse_others(model: str, config: Any, **usual: Any) -> None:
+    """Raise ValueError for an option that a model of longspan, such as ``a decoder``, does not have."""
     for name, value in usual.items():
         if (found := getattr(config, name, value)) != value:
-            raise ValueError(f"a decoder of longspan has no {name}={found!r}; only {name}={value!r} can be converted")
+            raise ValueError(f"{model} of longspan has no {name}={found!r}; only {name}={value!r} can be converted")
+
+
+def rotary_base(model: str, rope: dict[str, Any]) -> float:
+    """The base of rotary positions. Raises ValueError for other types than the default."""
+    if (kind := rope.get("rope_type", "default")) != "default":
+        raise ValueError(
+            f"{model} of longspan has no rotary positions of the type {kind!r}; only 'default' can be converted"
+        )
+    return float(rope.get("rope_theta", 10000.0))
 
 
 ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu": "relu"}
@@ -147,13 +161,8 @@ ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu"
 
 def _llama(config: Any) -> dict[str, Any]:
     """The fields of a decoder for Llama and Qwen3."""
-    rope = dict(config.rope_parameters or {})
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(
-            f"a decoder of longspan has no rotary positions of the type {rope['rope_type']!r}; only 'default' can be "
-            "converted"
-        )
-    _refuse(config, hidden_act="silu")
+    base = rotary_base("a decoder", config.rope_parameters or {})
+    refuse_others("a decoder", config, hidden_act="silu")
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise ValueError("a decoder of longspan has no sliding windows with norms; layer_types has sliding_attention")
     heads, dim = config.num_attention_heads, config.hidden_size
@@ -174,7 +183,7 @@ def _llama(config: Any) -> dict[str, Any]:
         "feedforward": config.intermediate_size,
         "activation": "swiglu",
         "norm": f"rms(eps={float(config.rms_norm_eps)!r})",
-        "positions": f"rotary(base={float(rope.get('rope_theta', 10000.0))!r})",
+        "positions": f"rotary(base={base!r})",
         "length": config.max_position_embeddings,
     }
 
@@ -187,7 +196,7 @@ def _llama_weights(model: Any) -> Named:
         place, own = f"stack.blocks.{i}.", layer.self_attn
         projections = {"query": own.q_proj, "key": own.k_proj, "value": own.v_proj, "out": own.o_proj}
         for name, linear in projections.items():
-            yield from _linear(f"{place}attention.{name}", linear)
+            yield from named(f"{place}attention.{name}", linear)
         for name in ("query", "key") if hasattr(own, "q_norm") else ():
             yield f"{place}attention.{name}_norm.weight", getattr(own, f"{name[0]}_norm").weight
         yield f"{place}norm1.weight", layer.input_layernorm.weight
@@ -196,12 +205,14 @@ def _llama_weights(model: Any) -> Named:
         yield f"{place}feedforward.expand.weight", torch.cat([gate.weight, up.weight])
         if gate.bias is not None:
             yield f"{place}feedforward.expand.bias", torch.cat([gate.bias, up.bias])
-        yield from _linear(f"{place}feedforward.contract", layer.mlp.down_proj)
+        yield from named(f"{place}feedforward.contract", layer.mlp.down_proj)
 
 
 def _gpt2(config: Any) -> dict[str, Any]:
     """The fields of a decoder for GPT-2."""
-    _refuse(config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False)
+    refuse_others(
+        "a decoder", config, scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False
+    )
     if config.activation_function not in ACTIVATIONS:
         found = config.activation_function
         raise ValueError(f"a decoder of longspan has no activation {found!r}; known: {', '.join(ACTIVATIONS)}")
@@ -222,7 +233,7 @@ def _gpt2_weights(model: Any) -> Named:
     inner = model.transformer
     yield "embedding.tokens.weight", inner.wte.weight
     yield "embedding.table.weight", inner.wpe.weight
-    yield from _linear("stack.norm", inner.ln_f)
+    yield from named("stack.norm", inner.ln_f)
     for i, layer in enumerate(inner.h):
         place, joint = f"stack.blocks.{i}.", layer.attn.c_attn
         # Its maps are stored as (inputs, outputs).
@@ -238,11 +249,12 @@ def _gpt2_weights(model: Any) -> Named:
         for name, one in maps.items():
             yield f"{place}{name}.weight", one.weight.mT
             yield f"{place}{name}.bias", one.bias
-        yield from _linear(f"{place}norm1", layer.ln_1)
-        yield from _linear(f"{place}norm2", layer.ln_2)
+        yield from named(f"{place}norm1", layer.ln_1)
+        yield from named(f"{place}norm2", layer.ln_2)
 
 
-def _linear(name: str, module: nn.Module) -> Named:
+def named(name: str, module: nn.Module) -> Named:
+    """The parameters of a module below a name."""
     yield from ((f"{name}.{part}", value) for part, value in module.named_parameters())
 
 

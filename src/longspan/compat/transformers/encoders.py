@@ -1,23 +1,21 @@
 """Encoders of transformers as encoders of longspan, with the same outputs."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from ..._utils import spec
 from ..._utils.optional_deps import need
 from ..._utils.typecheck import format_value
 from ...models.config import EncoderConfig
 from ...models.encoder import Encoder
-from .dense import ACTIVATIONS, TOKENIZER, load_decoder, tokens_of
+from .dense import ACTIVATIONS, TOKENIZER, Named, filled, load_decoder, named, refuse_others, rotary_base, tokens_of
 from .dense import TYPES as DECODERS
 
-TYPES = ("bert", "roberta", "xlm-roberta")
 # Modules of a folder of sentence-transformers: the model, its pooling, and what `Encoder.embed` does by default.
 MODULES = ("Transformer", "Pooling", "Normalize")
+GATED = {"gelu": "geglu", "silu": "swiglu"}
 POOLINGS = {"pooling_mode_cls_token": "first", "pooling_mode_mean_tokens": "mean"}
 PARTS = {
     "attention.query": "attention.self.query",
@@ -34,8 +32,10 @@ PARTS = {
 def to_encoder(model: Any, tokenizer: str = "", *, pool: str = "mean") -> Encoder:
     """Convert an encoder of transformers into one of longspan, whose outputs are equal up to rounding.
 
-    Types: ``bert``, which includes MiniLM, ``roberta`` and ``xlm-roberta``. Weights are copied. Texts have one part, so
-    the vector of token type 0 is added to the positions. The pooler of BERT and heads are left out.
+    Types: ``bert``, which includes MiniLM, ``roberta``, ``xlm-roberta`` and ``modernbert``. Weights are copied; biases
+    that a model lacks become zeros. Texts have one part, so the vector of token type 0 is added to the positions. The
+    pooler of BERT and heads are left out. The local layers of ModernBERT become ``local``, and the others ``softmax``,
+    each with its rotary positions.
 
     Args:
         model: The model, with or without a head.
@@ -63,51 +63,98 @@ def to_encoder(model: Any, tokenizer: str = "", *, pool: str = "mean") -> Encode
     kind = getattr(config, "model_type", type(model).__name__)
     if kind not in TYPES:
         raise ValueError(f"models of the type {format_value(kind)} cannot be encoders; known: {', '.join(TYPES)}")
-    wanted = {"is_decoder": False, "add_cross_attention": False, "position_embedding_type": "absolute"}
-    for name, value in wanted.items():
-        if (found := getattr(config, name, value)) != value:
-            raise ValueError(f"an encoder of longspan has no {name}={found!r}; only {name}={value!r} can be converted")
-    if config.hidden_act not in ACTIVATIONS:
-        raise ValueError(
-            f"an encoder of longspan has no activation {config.hidden_act!r}; known: {', '.join(ACTIVATIONS)}"
-        )
+    describe, weights = TYPES[kind]
+    fields = describe(config)
     if tokenizer:
         tokens_of(tokenizer, config.vocab_size)
-    given = dict(_weights(model.base_model, kind))
+    given = dict(weights(model.base_model))
     made = Encoder(
         EncoderConfig(
             dim=config.hidden_size,
             depth=config.num_hidden_layers,
             heads=config.num_attention_heads,
-            attention="softmax",
             feedforward=config.intermediate_size,
-            activation=ACTIVATIONS[config.hidden_act],
-            norm=f"layer(eps={float(config.layer_norm_eps)!r})",
-            prenorm=False,
             vocab=config.vocab_size,
             pool=pool,
-            positions="learned",
-            length=len(given["embedding.table.weight"]),
             embedding_norm=True,
+            **fields,
         )
     )
-    made.to(given["embedding.table.weight"].dtype).load_state_dict(given)
-    made.tokenizer = tokenizer
-    return made.eval()
+    return filled(made.to(given["embedding.tokens.weight"].dtype), given, tokenizer)
 
 
-@torch.no_grad()
-def _weights(model: Any, kind: str) -> Iterator[tuple[str, Tensor]]:
+def _bert(config: Any) -> dict[str, Any]:
+    """The fields of an encoder for BERT and RoBERTa."""
+    refuse_others("an encoder", config, is_decoder=False, add_cross_attention=False, position_embedding_type="absolute")
+    pad = 0 if config.model_type == "bert" else config.pad_token_id + 1
+    return {
+        "attention": "softmax",
+        "activation": _known(config.hidden_act, ACTIVATIONS),
+        "norm": f"layer(eps={float(config.layer_norm_eps)!r})",
+        "prenorm": False,
+        "positions": "learned",
+        "length": config.max_position_embeddings - pad,
+    }
+
+
+def _bert_weights(model: Any) -> Named:
     first = model.embeddings
     yield "embedding.tokens.weight", first.word_embeddings.weight
     # Positions of RoBERTa begin after the number of the padding token.
-    begin = 0 if kind == "bert" else model.config.pad_token_id + 1
+    begin = 0 if model.config.model_type == "bert" else model.config.pad_token_id + 1
     yield "embedding.table.weight", first.position_embeddings.weight[begin:] + first.token_type_embeddings.weight[0]
-    yield from ((f"embedding_norm.{name}", p) for name, p in first.LayerNorm.named_parameters())
+    yield from named("embedding_norm", first.LayerNorm)
     for i, layer in enumerate(model.encoder.layer):
         for ours, theirs in PARTS.items():
-            for name, p in layer.get_submodule(theirs).named_parameters():
-                yield f"stack.blocks.{i}.{ours}.{name}", p
+            yield from named(f"stack.blocks.{i}.{ours}", layer.get_submodule(theirs))
+
+
+def _modernbert(config: Any) -> dict[str, Any]:
+    """The fields of an encoder for ModernBERT."""
+    bases = {kind: rotary_base("an encoder", rope) for kind, rope in config.rope_parameters.items() if rope}
+    # A token sees as many others on each side as config.sliding_window, and itself.
+    heads = {"full_attention": "softmax(", "sliding_attention": f"local(window={config.sliding_window + 1}, "}
+    layers = [f"{heads[kind]}rotary={bases[kind]!r})" for kind in config.layer_types]
+    return {
+        "attention": spec.joined(layers),
+        "activation": _known(config.hidden_activation, GATED),
+        "norm": f"layer(eps={float(config.norm_eps)!r})",
+        "prenorm": True,
+        "positions": "none",
+        "length": config.max_position_embeddings,
+    }
+
+
+def _modernbert_weights(model: Any) -> Named:
+    yield "embedding.tokens.weight", model.embeddings.tok_embeddings.weight
+    yield from named("embedding_norm", model.embeddings.norm)
+    yield from named("stack.norm", model.final_norm)
+    for i, layer in enumerate(model.layers):
+        place = f"stack.blocks.{i}."
+        for kind, joint in layer.attn.Wqkv.named_parameters():
+            for name, part in zip(("query", "key", "value"), joint.chunk(3), strict=True):
+                yield f"{place}attention.{name}.{kind}", part
+        yield from named(f"{place}attention.out", layer.attn.Wo)
+        yield from named(f"{place}feedforward.expand", layer.mlp.Wi)
+        yield from named(f"{place}feedforward.contract", layer.mlp.Wo)
+        yield from named(f"{place}norm1", layer.attn_norm)
+        yield from named(f"{place}norm2", layer.mlp_norm)
+
+
+def _known(activation: str, names: dict[str, str]) -> str:
+    """The name of an activation in longspan. Raises ValueError."""
+    if activation not in names:
+        raise ValueError(f"an encoder of longspan has no activation {activation!r}; known: {', '.join(names)}")
+    return names[activation]
+
+
+# The fields of an encoder from the config, and its weights from the model without heads.
+TYPES: dict[str, tuple[Callable[[Any], dict[str, Any]], Callable[[Any], Named]]] = {
+    "bert": (_bert, _bert_weights),
+    "roberta": (_bert, _bert_weights),
+    "xlm-roberta": (_bert, _bert_weights),
+    "modernbert": (_modernbert, _modernbert_weights),
+}
 
 
 def load_encoder(source: str | Path) -> Encoder:
