@@ -56,6 +56,17 @@ def pondered(made, x, **given):
 
 
 class TestAct:
+    def test_a_sure_halt_is_one_step(self):
+        made, x = stack(depth=1, stack="act(steps=5)", attention="softmax"), data()
+        with torch.no_grad():
+            made.run.halt.zero_()
+            made.run.bias.fill_(9.0)
+        one = stack(depth=1, stack="universal(steps=1)", attention="softmax")
+        one.load_state_dict({k: v for k, v in made.state_dict().items() if not k.startswith("run.")})
+        y, record = pondered(made, x)
+        torch.testing.assert_close(y, one(x)[0], rtol=1e-12, atol=1e-12)
+        assert (record["steps"] == 1).all()
+
     def test_halted_tokens_keep_their_state(self):
         made, x = stack(depth=1, stack="act(steps=5, threshold=0.3)", attention="linear"), data(11, batch=3)
         read = []
