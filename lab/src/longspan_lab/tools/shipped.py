@@ -242,9 +242,7 @@ def main(*arguments: str) -> None:
     parser.add_argument("--name", default="", help="name of the model, by default that of the kind of data")
     parser.add_argument("--weights", choices=WEIGHTS, default="", help="round the weights; by default bfloat16")
     parser.add_argument("--forms", nargs="+", help="words of which each text begins with one")
-    parser.add_argument(
-        "--license", type=Path, help="the licence of the data, copied to the weights"
-    )
+    parser.add_argument("--license", type=Path, help="the licence of the data, copied to the weights")
     parser.add_argument("--cpu-seconds", type=float, help="processor time of the training")
     parsed = parser.parse_args(arguments)
     more = {name: getattr(parsed, name) for name in ("forms", "cpu_seconds") if getattr(parsed, name) is not None}
