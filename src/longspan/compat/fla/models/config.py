@@ -98,7 +98,8 @@ class FlaConfig(PreTrainedConfig):
         given = self.attn
         for one in given if isinstance(given, list | tuple) else [given] if given else []:
             if layer in one["layers"]:
-                return one
+                # The original has no norm of queries and keys here, whatever qk_norm is.
+                return {name: value for name, value in one.items() if name != "qk_norm"}
         return None
 
 

@@ -97,7 +97,7 @@ void panel(const longspan_linear& map, long which, const float* x, long xi, long
     const long begin = which * PANEL, width = map.out - begin < PANEL ? map.out - begin : PANEL;
     const T* weight = static_cast<const T*>(map.weight) + begin * map.in;
     alignas(64) float result[BLOCK * PANEL];
-    columns<COLUMNS, false, T>(rows, map.in, x, xi, 1, weight, PANEL, result, PANEL);
+    columns<COLUMNS, false>(rows, map.in, x, xi, 1, weight, PANEL, result, PANEL);
     finish(map, begin, width, result, PANEL, rows, out, oi, how);
 }
 
