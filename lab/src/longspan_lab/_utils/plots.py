@@ -114,7 +114,7 @@ def legend(figure: Any, axes: Iterable[Any], columns: int = 4, **options: Any) -
         columns: the most columns of the legend; fewer if it would be wider than the figure.
         options: further arguments of ``figure.legend``.
     """
-    found: dict[str, Any] = {}
+    found = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
