@@ -233,7 +233,7 @@ def test_one_mechanism_is_one_file_in_attention():
 
 
 def test_every_mechanism_is_compared_with_its_paper():
-    """In a file of its own, or by a case worked out by hand: to obey every law is not yet to be the paper's mechanism."""
+    """In its own file, or by a case worked out by hand: a mechanism that obeys every law may still be another one."""
     folder = ROOT / "tests" / "attention"
     cases = (folder / "test_limits.py").read_text(encoding="utf-8").partition("\nHANDS = (")[2]
     by_hand = set(re.findall(r'"(\w+)', cases))

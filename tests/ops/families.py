@@ -182,11 +182,14 @@ def diagonal(draw, n, sizes, batch, states):
     return {"x": draw(*tokens), "log_decay": -draw(*tokens).abs(), "state": draw(states, channels)}
 
 
-def selective(draw, n, sizes, batch, states, *, bare=False):
-    """``bare``: only what the scan must have."""
+def selective(draw, n, sizes, batch, states, *, bare=False, rates=True):
+    """``bare``: only what the scan must have. Without ``rates``, writing decides what is left of a state."""
     (channels, size), tokens = sizes, (batch, n, sizes[0])
-    given = {"x": draw(*tokens), "dt": draw(*tokens) - 1, "A": -0.2 - draw(channels, size).abs()}
+    given = {"x": draw(*tokens), "dt": draw(*tokens) * (1 if rates else 0.3) - 1}
+    given |= {"A": -0.2 - draw(channels, size).abs()} if rates else {}
     given |= {"B": draw(batch, n, size), "C": draw(batch, n, size), "state": draw(states, channels, size)}
+    if not rates:
+        given["B"] = given["B"].tanh() / 2
     if bare:
         return given | {"dt": given["dt"].exp()}
     return given | {"D": draw(channels), "z": draw(*tokens), "dt_bias": draw(channels)}
@@ -221,7 +224,8 @@ def call_by_value(given: Given, donate: bool = False, **options: Any) -> tuple[T
 
 
 def call_selective(given: Given, **options: Any) -> tuple[Tensor, Tensor]:
-    return longspan.selective_scan(**given, **options, softplus="dt_bias" in given, return_state=True)
+    softplus = "dt_bias" in given
+    return longspan.selective_scan(**{"A": None} | given, **options, softplus=softplus, return_state=True)
 
 
 def returning(function: Callable[..., Any], given: Given, **options: Any) -> tuple[Tensor, Tensor]:
@@ -348,7 +352,7 @@ FAMILIES = {
             SCANS,
             rounded=1e-6,
             exact=1e-10,
-            shapes={"bare": (False, True)},
+            shapes={"bare": (False, True), "rates": (True, False)},
             step=((5, 4), (21, 16), (18, 17), (150, 16), (700, 16)),
             smallest={"sizes": (2, 3)},
             axis=1,

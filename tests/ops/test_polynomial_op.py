@@ -5,7 +5,8 @@ import torch
 
 import longspan
 from longspan.ops.backends import backend
-from longspan.ops.linear import polynomial
+from longspan.ops.linear import polynomial, products
+from longspan.ops.native.call import available
 from support.tensors import data
 
 
@@ -70,11 +71,11 @@ def test_gradients_across_spans_are_those_of_the_quadratic_form(causal):
 def test_features_exist_for_one_span_at_a_time(monkeypatch):
     lengths, kept = [], []
 
-    def watched(x, constant, taylor, original=polynomial.features):
-        lengths.append(x.shape[-2])
-        return original(x, constant, taylor)
+    def watched(rows, pairs, scales, original=products.features):
+        lengths.append(rows.shape[-1])
+        return original(rows, pairs, scales)
 
-    monkeypatch.setattr(polynomial, "features", watched)
+    monkeypatch.setattr(products, "features", watched)
     module, x = pair(1.0)[0], data(1, 1000, 8)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.shape) or t, lambda t: t):
         y = module(x)[0]
@@ -87,10 +88,12 @@ def test_features_exist_for_one_span_at_a_time(monkeypatch):
 
 
 def test_spans_have_limits():
-    values = torch.zeros(1, 1, 1, 65)
-    kernel = polynomial.Kernel(1.0, False, 0.0)
-    spans = [polynomial._span(torch.zeros(1, dim), values[..., : dim + 1], kernel) for dim in (1, 16, 64)]
-    assert spans == [64, 162, 512]
+    def span(dim):
+        return polynomial._span(
+            torch.zeros(1, dim), torch.zeros(1, dim + 1), polynomial.polynomial(dim, 1.0, False, 0.0)
+        )
+
+    assert [span(dim) for dim in (1, 16, 64)] == [64, 162, 256]
 
 
 def test_the_reference_is_the_same():
@@ -126,3 +129,52 @@ def test_a_state_is_overwritten_only_when_it_is_given_away():
 def test_bad_specs_are_refused(spec, message):
     with pytest.raises(ValueError, match=message):
         longspan.build(spec, 8, 2)
+
+
+@pytest.mark.skipif(not available(products.UNIT), reason="no native kernels here")
+@pytest.mark.parametrize(
+    ("make", "dim", "options", "values", "n"),
+    [
+        ("power", 5, (2,), 3, 9),
+        ("power", 64, (2,), 65, 131),
+        ("power", 7, (4,), 16, 300),
+        ("polynomial", 16, (0.7, False), 33, 64),
+        ("polynomial", 9, (1.0, True), 17, 70),
+    ],
+)
+def test_kernels_are_the_composed_form(make, dim, options, values, n, monkeypatch):
+    """In values and gradients, and one token in one pass, with and without decays; for any number of threads."""
+    kernel = getattr(polynomial, make)(dim, *options, 0.0)
+    q, k, v, sums = (
+        data(2, 3, n, dim),
+        data(2, 3, n, dim, seed=1),
+        data(2, 3, n, values),
+        data(2, 3, kernel.size, values),
+    )
+    right = products.Products(kernel.rows(q), kernel.rows(k), v, sums, *kernel.tables(q))
+    right = right._replace(q=right.q.contiguous(), k=right.k.contiguous())
+    leaves = [t.requires_grad_() for t in right[:4]]
+    wide = list(products.composed(right))
+    ups = [data(*t.shape, seed=7) for t in wide]
+    wide += torch.autograd.grad(wide, leaves, ups)
+    narrow = products.Products(*(t.detach().float() if t.is_floating_point() else t for t in right))
+    for count in (1, 3):
+        monkeypatch.setattr(products, "threads", lambda count=count: count)
+        given = [t.requires_grad_() for t in narrow[:4]]
+        found = list(products.native(narrow))
+        found += torch.autograd.grad(found, given, [t.float() for t in ups])
+        for ours, theirs in zip(found, wide, strict=True):
+            size = theirs.abs().max().item()
+            torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=3e-6 * max(1.0, size))
+    with torch.no_grad():
+        one = narrow._replace(q=narrow.q[..., :1], k=narrow.k[..., :1], v=narrow.v[:, :, :1])
+        for left in (None, torch.rand(2, 3, 1)):
+            o, after = products.step(one, left, False)
+            kept = sums if left is None else sums * left[..., None].double()
+            now = (
+                kept
+                + products.composed(products.Products(*(t.double() if t.is_floating_point() else t for t in one)))[1]
+            )
+            torch.testing.assert_close(after.double(), now, rtol=1e-5, atol=1e-5)
+            expected = kernel.features(q[:, :, :1]) @ now
+            torch.testing.assert_close(o.double(), expected, rtol=0, atol=3e-6 * max(1.0, expected.abs().max().item()))

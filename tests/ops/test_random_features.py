@@ -274,12 +274,13 @@ class TestPolynomial:
     @pytest.mark.parametrize(("constant", "taylor"), [(0.0, False), (0.7, False), (1.0, True)])
     def test_features_are_the_similarity_each_pair_once(self, dim, constant, taylor):
         q, k = gaussian(5, dim), gaussian(6, dim, seed=1)
-        phi = [polynomial.features(x, constant, taylor) for x in (q, k)]
+        kernel = polynomial.polynomial(dim, constant, taylor, 0.0)
+        phi = [kernel.features(x) for x in (q, k)]
         s = q @ k.mT
         expected = 1 + s + s**2 / 2 if taylor else (s + constant) ** 2
         assert phi[0].shape == (5, (dim + 1) * (dim + 2) // 2)
         torch.testing.assert_close(phi[0] @ phi[1].mT, expected, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(polynomial.similarity(q, k, constant, taylor), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(kernel.similarity(q, k), expected, rtol=1e-12, atol=1e-12)
 
 
 class TestFourierConstruction:

@@ -45,7 +45,9 @@ def defined(given, mask=None, segments=None, cu_seqlens=None, softplus=None):
         else:
             dt = given["dt"][:, t] + given.get("dt_bias", 0.0)
             dt = (torch.logaddexp(dt, torch.zeros_like(dt)) if softplus else dt)[..., None]
-            after = (dt * given["A"]).exp() * state + dt * given["B"][:, t, None] * x[:, t, :, None]
+            row = given["B"][:, t, None]
+            after = (dt * given["A"]).exp() * state if "A" in given else (1 - dt * row**2) * state
+            after = after + dt * row * x[:, t, :, None]
             y = torch.einsum("bcs,bs->bc", after, given["C"][:, t]) + given.get("D", 0.0) * x[:, t]
             y = y * F.silu(given["z"][:, t]) if "z" in given else y
         if mask is not None:
@@ -62,6 +64,7 @@ def defined(given, mask=None, segments=None, cu_seqlens=None, softplus=None):
     all_pairs(
         kind=KINDS,
         bare=(False, True),
+        rates=(True, False),
         n=(1, 9, 67),
         around=("plain", "mask", "segments", "cu_seqlens", "mask+segments", "mask+cu_seqlens"),
     ),
@@ -70,7 +73,7 @@ def defined(given, mask=None, segments=None, cu_seqlens=None, softplus=None):
 def test_the_definition_equals_the_equations(row):
     """In values and gradients."""
     family, packed = FAMILIES[row["kind"]], "cu_seqlens" in row["around"]
-    shapes = {"bare": row["bare"]} if row["kind"] == "selective" else {}
+    shapes = {name: row[name] for name in family.shapes}
     given = family.operands(row["n"], (3, 2), batch=1 if packed else 2, states=SEQUENCES if packed else None, **shapes)
     options = packing(row["around"], row["n"], 1 if packed else 2)
     expected = family._replace(call=defined).outcome("reference", given, **options)

@@ -4,13 +4,15 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
+SHORT = 64
+
 # Nothing is ever dropped: a CUDA graph reads its constants at the same addresses in each replay. The mode is that of
 # fake tensors, which are valid in their mode alone.
 _UPLOADED: dict[tuple[tuple[float, ...], torch.dtype, torch.device, object], Tensor] = {}
 
 
 def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a constant tensor, which is kept for later calls on devices other than the CPU.
+    """Return a constant tensor, which is kept for later calls, except for short ones on the CPU.
 
     An upload waits for the device, and a CUDA graph cannot capture it. The caller must not write into the result.
 
@@ -22,7 +24,8 @@ def constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device
     Returns:
         (len(values),).
     """
-    if device.type in ("cpu", "meta") or torch.compiler.is_compiling():
+    short = device.type in ("cpu", "meta") and len(values) < SHORT
+    if short or torch.compiler.is_compiling():
         return torch.tensor(values, dtype=dtype, device=device)
     key = values, dtype, device, detect_fake_mode()
     found = _UPLOADED.get(key)

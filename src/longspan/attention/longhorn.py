@@ -30,8 +30,7 @@ class Longhorn(Attention[LonghornState]):
     ``channels``: the size of queries and keys. ``expand``: the width of u as a multiple of dim. ``convolution``: the
     width of the short convolution, including the token itself (0: none).
 
-    The paper has one head. Each number of a state has its own decay, so that a sequence needs memory for the states
-    of all tokens, and takes longer than in ``mamba``.
+    The paper has one head.
 
     Source: Liu et al. 2024 (2407.14207), section 3, in the block of Mamba.
 
@@ -94,17 +93,21 @@ class Longhorn(Attention[LonghornState]):
             u, recent = self.mix(self.input(x), recent, activation="silu", **given)
         else:
             u = F.silu(self.input(x))
-        # The last axes are the channels of values, and those of keys, of a head.
-        q, k = (upcast_half(project(u)).unflatten(-1, (self.heads, 1, -1)) for project in (self.query, self.key))
-        wide, beta = (upcast_half(t).unflatten(-1, (self.heads, -1, 1)) for t in (u, self.rate(u)))
-        beta, squares = beta.sigmoid(), k.square()
-        length = squares.sum(-1, keepdim=True)
-        # 1 - Delta k^2 = (1 + beta (|k|^2 - k^2)) / (1 + beta |k|^2), of which both logarithms are finite.
-        log_decay = (beta * (length - squares)).log1p() - (beta * length).log1p()
-        written = (wide * beta / (1 + beta * length)) * k
-        h, sums = scan.diagonal(written.flatten(2), log_decay.flatten(2), state=sums.flatten(1), **given)
-        o = (h.view(written.shape) @ q.mT)[..., 0].flatten(2) + upcast_half(self.skip) * upcast_half(u)
+        wide = upcast_half(u)
+        # Each head is a row, since its channels share queries and keys.
+        q, k, v, rate = (self._by_head(upcast_half(t)) for t in (self.query(u), self.key(u), wide, self.rate(u)))
+        beta = rate.sigmoid()
+        step = beta / (1 + beta * k.square().sum(-1, keepdim=True))
+        for name in ("mask", "segments"):
+            if (t := given.get(name)) is not None:
+                given[name] = t.repeat_interleave(self.heads, 0)
+        o, sums = scan.selective(v, step, None, k, q, state=sums.flatten(0, 1), **given)
+        o = o.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(2) + upcast_half(self.skip) * wide
         y = self.out(o.to(x.dtype) * F.silu(self.gate(x)))
         if state is None:
             return y, None
-        return y, LonghornState(sums.unflatten(1, (self.heads, self.size, -1)), recent)
+        return y, LonghornState(sums.unflatten(0, (-1, self.heads)), recent)
+
+    def _by_head(self, x: Tensor) -> Tensor:
+        """(B,N,H*D) -> (B*H,N,D)."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2).flatten(0, 1)

@@ -92,7 +92,7 @@ class PaTH(Cached[PaTHState]):
         beta = 2 * upcast_half(self.rate(x)).sigmoid().mT  # (B,G,N)
         w, beta = zero_masked(real, w, beta)
         if state is None:
-            return self.out(merge(path.attend(q, k, v, w, beta)[0])), None
+            return self.out(merge(path.causal(q, k, v, w, beta))), None
         slots = torch.arange(past.keys.shape[2], device=x.device)
         seen = slots < past.length[:, None]
         o, old, new = path.attend(q, k, v, w, beta, path.Past(past.keys, past.values, seen))

@@ -71,8 +71,8 @@ class Power(Attention[PowerState]):
         nn.init.constant_(self.decay.bias, 5.0)
 
     def start(self, batch: int, capacity: int) -> PowerState:
-        size, d = self.dim // self.heads, self.query.out_features // self.heads
-        return PowerState(upcast_half(self.weight_like.new_zeros(batch, self.heads, self.kernel.size(d), size + 1)))
+        size = self.dim // self.heads
+        return PowerState(upcast_half(self.weight_like.new_zeros(batch, self.heads, self.kernel.size, size + 1)))
 
     def attend(
         self, x: Tensor, state: PowerState | None, **given: Unpack[TokenArguments]

@@ -1,7 +1,7 @@
 """Attention with a polynomial of q.k in place of the exponential, exact and in linear time.
 
 Its features are all products of two channels, 2145 for D = 64, or of four. They are computed for one span of tokens at
-a time. Inside a span the similarity itself is cheaper. The backward pass recomputes the features of each span.
+a time. Inside a span the similarity itself is cheaper. The backward pass computes each span again.
 """
 
 import itertools
@@ -15,106 +15,95 @@ from torch.utils.checkpoint import checkpoint
 
 from ..._utils.constants import constant
 from .. import gated
-from ..backends import select_backend
+from ..backends import choose_backend, resolve_backend
 from ..gated.decays import LOWEST
 from ..operands import materialize_neg, transformed, zero_masked
 from ..segments import borders_of
 from ..tensors import upcast_half, with_ones
-from . import normalize
+from . import normalize, products
+from .products import Products
 
-OP = "polynomial attention"
-SHORTEST, LONGEST = 64, 512  # tokens of a span
+OP, SERVED = "polynomial attention", ("reference", "torch", "native")
+SHORTEST, LONGEST = 64, 256  # tokens of a span
 
 
 class Kernel(NamedTuple):
-    """The weights ``similarity``, and what is added to the denominator."""
+    """The weights (q.k + constant)^degree, or the Taylor polynomial of e^(q.k); made by ``polynomial`` or ``power``."""
 
-    constant: float  # added to q.k
-    taylor: bool  # the Taylor polynomial of e^(q.k)
-    eps: float
-
-    def similarity(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return the weights of all pairs: q (...,N,D), k (...,M,D) -> (...,N,M)."""
-        return similarity(q, k, self.constant, self.taylor)
-
-    def features(self, x: Tensor) -> Tensor:
-        """Return phi with phi(q).phi(k) = similarity(q, k): (..., D) -> (..., F)."""
-        return features(x, self.constant, self.taylor)
-
-    def size(self, dim: int) -> int:
-        """Return the number of features of D channels."""
-        return (dim + 1) * (dim + 2) // 2
-
-
-class Power(NamedTuple):
-    """The weights (q.k)^degree, made by ``power``; methods as in ``Kernel``."""
-
-    degree: int  # even
-    eps: float
-    halves: tuple[tuple[int, ...], ...]  # for each factor of half the degree, its channel in each product
-    both: tuple[tuple[int, ...], ...]  # for each of the two halves, its number in each product
+    degree: int  # 2 or 4
+    constant: float | None  # added to q.k; None: nothing, and no products with it
+    taylor: bool
+    eps: float  # added to the denominator
+    halves: tuple[tuple[int, ...], ...]  # for degree 4, the two channels of each product of two
+    pairs: tuple[int, ...]  # the first factors of all features, then the second ones
     scales: tuple[float, ...]  # the root of the number of orders of each product
 
     def similarity(self, q: Tensor, k: Tensor) -> Tensor:
-        return (q @ k.mT) ** self.degree
+        """Return the weights of all pairs: q (...,N,D), k (...,M,D) -> (...,N,M)."""
+        found = q @ k.mT
+        # A sum of squares, so that rounding cannot make it negative.
+        return ((found + 1).square() + 1) / 2 if self.taylor else (found + (self.constant or 0.0)) ** self.degree
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Return the factors of the features: (...,N,D) -> (...,P,N)."""
+        rows = x.mT * 0.5**0.25 if self.taylor else x.mT
+        if self.constant is not None:
+            # Another channel, since (q.k + c)^2 is the square of a product with one more term.
+            one = 0.5**0.25 if self.taylor else self.constant**0.5
+            rows = torch.cat([rows, torch.full_like(rows[..., :1, :], one)], -2)
+        if not self.halves:
+            return rows
+        first, second = (rows.index_select(-2, constant(one, torch.int64, x.device)) for one in self.halves)
+        return first * second
+
+    def tables(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the pairs (2,F) and the scales (F) of ``Products``."""
+        pairs = constant(self.pairs, torch.int32, x.device).view(2, -1)
+        return pairs, constant(self.scales, x.dtype, x.device)
 
     def features(self, x: Tensor) -> Tensor:
-        """Return each product of ``degree`` channels once: (..., D) -> (..., F)."""
-        # Channels are rows here, whose tokens are adjacent, since rows are selected faster than columns.
-        rows = x.mT.contiguous()
+        """Return phi with phi(q).phi(k) = similarity(q, k): (...,N,D) -> (...,N,F)."""
+        return products.features(self.rows(x), *self.tables(x)).mT
 
-        def chosen(rows: Tensor, numbers: tuple[int, ...]) -> Tensor:
-            return rows.index_select(-2, constant(numbers, torch.int64, x.device))
-
-        half = chosen(rows, self.halves[0])
-        for channels in self.halves[1:]:
-            half = half * chosen(rows, channels)
-        first, second = (chosen(half, numbers) for numbers in self.both)
-        return (first * second * constant(self.scales, x.dtype, x.device)[:, None]).mT
-
-    def size(self, dim: int) -> int:
+    @property
+    def size(self) -> int:
+        """The number F of features."""
         return len(self.scales)
 
 
-def power(dim: int, degree: int, eps: float) -> Power:
-    """Return the weights (q.k)^degree of D channels, for an even degree."""
-    chosen = itertools.combinations_with_replacement
-    number = {half: i for i, half in enumerate(chosen(range(dim), degree // 2))}
-    products = list(chosen(range(dim), degree))
-    first, second = ([number[one[part]] for one in products] for part in (slice(degree // 2), slice(degree // 2, None)))
-    equal = [math.prod(math.factorial(one.count(channel)) for channel in set(one)) for one in products]
-    scales = ((math.factorial(degree) / orders) ** 0.5 for orders in equal)
-    return Power(degree, eps, tuple(zip(*number, strict=True)), (tuple(first), tuple(second)), tuple(scales))
-
-
-def similarity(q: Tensor, k: Tensor, constant: float, taylor: bool) -> Tensor:
-    """Return (q.k + constant)^2, with ``taylor`` 1 + q.k + (q.k)^2 / 2: q (...,N,D), k (...,M,D) -> (...,N,M)."""
-    products = q @ k.mT
-    # A sum of squares, so that rounding cannot make it negative.
-    return ((products + 1).square() + 1) / 2 if taylor else (products + constant).square()
-
-
-def features(x: Tensor, constant: float, taylor: bool) -> Tensor:
-    """Return phi with phi(q).phi(k) = similarity(q, k), each pair of channels once: (..., D) -> (..., (D+1)(D+2)/2).
+def polynomial(dim: int, constant: float, taylor: bool, eps: float) -> Kernel:
+    """Return the weights (q.k + constant)^2 of D channels, or with ``taylor`` 1 + q.k + (q.k)^2 / 2.
 
     References:
         Katharopoulos et al. 2020 (2006.16236), section 3.2.1; with ``taylor`` Arora et al. 2024 (2402.18668).
     """
-    one, linear, square = (1.0, 1.0, 0.5) if taylor else (constant**2, 2 * constant, 1.0)
-    dim = x.shape[-1]
-    # Channel i meets channel i + j on a ring, for j up to D / 2; for even D the second half of the last j repeats it.
-    shifted = torch.cat([x, x[..., : dim // 2]], -1).unfold(-1, dim, 1)  # (..., D/2 + 1, D)
-    twice = x.new_full((dim // 2 + 1, 1), (2 * square) ** 0.5)
-    twice[0] = square**0.5
-    pairs = (shifted * (x[..., None, :] * twice)).flatten(-2)[..., : dim * (dim + 1) // 2]
-    return torch.cat([torch.full_like(x[..., :1], one**0.5), x * linear**0.5, pairs], -1)
+    # The constant and its products, then channel i and channel i + j on a ring, for j up to D / 2; for even D the
+    # second half of the last j repeats it.
+    ring = [((i + j) % dim, i) for j in range(dim // 2 + 1) for i in range(dim)][: dim * (dim + 1) // 2]
+    pairs = [(dim, dim), *((dim, i) for i in range(dim)), *ring]
+    scales = [1.0 if a == b else 2**0.5 for a, b in pairs]
+    scales[0] = 2**0.5 if taylor else 1.0  # (q.k + 1)^2 / 2 lacks a half
+    return Kernel(2, constant, taylor, eps, (), (*(a for a, _ in pairs), *(b for _, b in pairs)), tuple(scales))
+
+
+def power(dim: int, degree: int, eps: float) -> Kernel:
+    """Return the weights (q.k)^degree of D channels, for a degree of 2 or 4."""
+    chosen = itertools.combinations_with_replacement
+    halves = list(chosen(range(dim), degree // 2))
+    number = {half: i for i, half in enumerate(halves)}
+    found = list(chosen(range(dim), degree))
+    pairs = [number[one[part]] for part in (slice(degree // 2), slice(degree // 2, None)) for one in found]
+    equal = [math.prod(math.factorial(one.count(channel)) for channel in set(one)) for one in found]
+    scales = ((math.factorial(degree) / orders) ** 0.5 for orders in equal)
+    factors = tuple(zip(*halves, strict=True)) if degree > 2 else ()
+    return Kernel(degree, None, False, eps, factors, tuple(pairs), tuple(scales))
 
 
 def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    kernel: Kernel | Power,
+    kernel: Kernel,
     *,
     causal: bool,
     log_decay: Tensor | None = None,
@@ -146,34 +135,49 @@ def attend(
         o (B,H,N,E) in v's dtype, and the state (B,H,F,E+1) for F features: the sum of phi(k) v^T and, in its last
         column, of phi(k).
     """
-    backend = select_backend(OP)
     with torch.autocast(v.device.type, enabled=False):
         q, k, v, state = materialize_neg(q, k, v, state)
-        values = zero_masked(mask, with_ones(upcast_half(v)))[0]
+        values = with_ones(upcast_half(v))
+        why_not = products.why_not(q, k, values, *([] if state is None else [state]))
+        backend = choose_backend(OP, SERVED, {"native": why_not})
+        # phi(0) may not be 0, but values of 0 write nothing.
+        k, values = zero_masked(mask, k, values)
         if prefix is not None:
-            folded = _total(k, values, prefix, kernel)
-            state, mask = folded if state is None else state + folded, ~prefix if mask is None else mask & ~prefix
+            (folded,) = zero_masked(prefix, values)
+            folded = _total(k, folded, kernel, backend)
+            state = folded if state is None else state + folded
+            k, values, log_decay = zero_masked(~prefix, k, values, log_decay)
         if not causal and segments is None:
-            total = _total(k, values, mask, kernel)
+            total = _total(k, values, kernel, backend)
             return read(q, total, kernel).to(v.dtype), total
-        scan = _reference if backend == "reference" else _scan
-        found, end = scan(q, k, values, log_decay, mask, segments, state, donate and not transformed(), kernel)
+        (log_decay,) = zero_masked(mask, log_decay)
+        given = _Call(q, k, values, log_decay, segments)
+        start = values.new_zeros(*values.shape[:2], kernel.size, values.shape[-1]) if state is None else state
+        donate = donate and not transformed()
+        if backend == "reference":
+            found, end = _reference(given, start, kernel)
+        else:
+            found, end = _scan(given, start, donate, kernel, backend)
         if segments is not None and not causal:
-            last = None if mask is None else mask.flip(1)
-            later, _ = scan(q.flip(2), k.flip(2), values.flip(2), None, last, segments.flip(1), None, False, kernel)
+            back = _Call(q.flip(2), k.flip(2), values.flip(2), None, segments.flip(1))
+            later = _scan(back, torch.zeros_like(start), False, kernel, backend)[0]
             # Both scans include the token itself, so it is subtracted once.
             own = kernel.similarity(q[..., None, :], k[..., None, :])[..., 0]
-            found = found + later.flip(2) - _masked(own, mask) * values
+            found = found + later.flip(2) - own * values
         return normalize(found, kernel.eps).to(v.dtype), end
 
 
-def read(q: Tensor, sums: Tensor, kernel: Kernel | Power) -> Tensor:
+def read(q: Tensor, sums: Tensor, kernel: Kernel) -> Tensor:
     """Read the sums (B,H,F,E+1) over all keys with queries (B,H,N,D) -> (B,H,N,E) in the dtype of the sums."""
-
-    def found(q: Tensor, sums: Tensor) -> Tensor:
-        return kernel.features(q) @ sums
-
     with torch.autocast(q.device.type, enabled=False):
+        prefer = "torch" if products.why_not(q, sums) else "native"
+        run = _products(resolve_backend(OP, SERVED, prefer))
+        tables, none = kernel.tables(q), sums[:, :, :0]
+
+        def found(q: Tensor, sums: Tensor) -> Tensor:
+            rows = kernel.rows(q)
+            return run(Products(rows, rows[..., :0], none, sums, *tables))[0]
+
         spans = q.split(_span(q, sums, kernel), 2)
         return normalize(torch.cat([_again(len(spans) > 1, found, part, sums) for part in spans], 2), kernel.eps)
 
@@ -191,93 +195,88 @@ def matrix(
         return normalize(torch.cat([weights, below], -1), kernel.eps)
 
 
-def _reference(
-    q: Tensor,
-    k: Tensor,
-    values: Tensor,
-    log_decay: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    state: Tensor | None,
-    donate: bool,
-    kernel: Kernel | Power,
-) -> tuple[Tensor, Tensor]:
+class _Call(NamedTuple):
+    """Operands of a scan; keys and values are 0 at masked tokens."""
+
+    q: Tensor  # (B,H,N,D)
+    k: Tensor  # (B,H,N,D)
+    values: Tensor  # (B,H,N,E+1)
+    log_decay: Tensor | None  # (B,H,N)
+    segments: Tensor | None  # (B,N)
+
+
+def _reference(r: _Call, state: Tensor, kernel: Kernel) -> tuple[Tensor, Tensor]:
     """The recurrence on the features of all tokens, token by token."""
-    keys, queries = _masked(kernel.features(k), mask), kernel.features(q)
-    (log_decay,) = zero_masked(mask, log_decay)
-    state = _empty(q, values, kernel) if state is None else state
-    return gated.definition.attend(gated.Recurrence(queries, keys, values, log_decay, None, state, segments=segments))
+    queries, keys = kernel.features(r.q), kernel.features(r.k)
+    given = gated.Recurrence(queries, keys, r.values, r.log_decay, None, state, segments=r.segments)
+    return gated.definition.attend(given)
 
 
-def _scan(
-    q: Tensor,
-    k: Tensor,
-    values: Tensor,
-    log_decay: Tensor | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    state: Tensor | None,
-    donate: bool,
-    kernel: Kernel | Power,
-) -> tuple[Tensor, Tensor]:
+def _products(backend: str) -> Callable[[Products], tuple[Tensor, Tensor]]:
+    return products.native if backend == "native" else products.composed
+
+
+def _scan(r: _Call, state: Tensor, donate: bool, kernel: Kernel, backend: str) -> tuple[Tensor, Tensor]:
     """Scan span by span -> the sums that are read (B,H,N,E+1), the state after the last token."""
-    end = _empty(q, values, kernel) if state is None else state
-    (log_decay,) = zero_masked(mask, log_decay)
+    tables, run, n = kernel.tables(r.q), _products(backend), r.q.shape[2]
+    if n == 1 and backend == "native":
+        left = None if r.log_decay is None else r.log_decay.clamp(min=LOWEST).exp()
+        one = Products(kernel.rows(r.q), kernel.rows(r.k), r.values, state, *tables)
+        if (result := products.step(one, left, donate)) is not None:
+            return result
 
     def span(
         q: Tensor,
         k: Tensor,
         values: Tensor,
         log_decay: Tensor | None,
-        mask: Tensor | None,
         borders: tuple[Tensor, ...] | None,
         state: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        scores = kernel.similarity(q, k).tril()
-        scores = scores if mask is None else scores.masked_fill(~mask[:, None, None, :], 0.0)
-        queries, keys = kernel.features(q), _masked(kernel.features(k), mask)
-        whole = None
+        scores, seen, late, whole = kernel.similarity(q, k).tril(), None, values, None
         if borders is not None:
-            same, first, last, whole = borders
-            scores, queries, keys = scores * same, queries * first, keys * last
+            same, seen, last, whole = borders
+            scores, late = scores * same, late * last
         if log_decay is not None:
             # Differences of sums keep their digits in float64.
             total = log_decay.double().clamp(min=LOWEST).cumsum(-1)[..., None]
             lower = torch.ones_like(scores, dtype=torch.bool).tril()
-            scores = scores * (total - total.mT).masked_fill(~lower, -torch.inf).exp().to(scores)
-            queries, keys = queries * total.exp().to(q), keys * (total[..., -1:, :] - total).exp().to(q)
-            left = total[..., -1:, :].exp().to(q)
+            scores = scores * (total - total.mT).to(q).masked_fill(~lower, -torch.inf).exp()
+            begin, left = total.exp().to(q), total[..., -1:, :].exp().to(q)
+            seen, late = begin if seen is None else seen * begin, late * (total[..., -1:, :] - total).exp().to(q)
             whole = left if whole is None else whole * left
-        found, written = scores @ values + queries @ state, keys.mT @ values
+        far, written = run(Products(kernel.rows(q), kernel.rows(k), late, state, *tables))
+        found = scores @ values + (far if seen is None else far * seen)
         if donate:
             return found, (state if whole is None else state.mul_(whole)).add_(written)
         return found, (state if whole is None else state * whole) + written
 
-    found, width, n = [values[:, :, :0]], _span(q, values, kernel), q.shape[2]
+    found, width = [r.values[:, :, :0]], _span(r.q, r.values, kernel)
     for start in range(0, n, width):
         rows = slice(start, min(start + width, n))
         borders = None
-        if segments is not None:
-            borders = tuple(t[:, :, 0] for t in borders_of(segments, start, 1, rows.stop - start, q))
-        decays = None if log_decay is None else log_decay[:, :, rows]
-        hidden = None if mask is None else mask[:, rows]
-        part = (q[:, :, rows], k[:, :, rows], values[:, :, rows], decays, hidden, borders)
-        out, end = _again(n > width, span, *part, end)
+        if r.segments is not None:
+            borders = tuple(t[:, :, 0] for t in borders_of(r.segments, start, 1, rows.stop - start, r.q))
+        decays = None if r.log_decay is None else r.log_decay[:, :, rows]
+        part = (r.q[:, :, rows], r.k[:, :, rows], r.values[:, :, rows], decays, borders)
+        out, state = _again(n > width, span, *part, state)
         found.append(out)
-    return torch.cat(found, 2), end
+    return torch.cat(found, 2), state
 
 
-def _total(k: Tensor, values: Tensor, mask: Tensor | None, kernel: Kernel | Power) -> Tensor:
-    """Return the state (B,H,F,E+1) of all real keys."""
+def _total(k: Tensor, values: Tensor, kernel: Kernel, backend: str) -> Tensor:
+    """Return the state (B,H,F,E+1) of all keys whose values are not 0."""
+    tables, run = kernel.tables(k), _products(backend)
 
-    def add(k: Tensor, values: Tensor, mask: Tensor | None, state: Tensor) -> Tensor:
-        return state + _masked(kernel.features(k), mask).mT @ values
+    def add(k: Tensor, values: Tensor, state: Tensor) -> Tensor:
+        rows = kernel.rows(k)
+        return state + run(Products(rows[..., :0], rows, values, state, *tables))[1]
 
-    state, width, n = _empty(k, values, kernel), _span(k, values, kernel), k.shape[2]
+    width, n = _span(k, values, kernel), k.shape[2]
+    state = values.new_zeros(*values.shape[:2], kernel.size, values.shape[-1])
     for start in range(0, n, width):
         rows = slice(start, start + width)
-        part = (k[:, :, rows], values[:, :, rows], None if mask is None else mask[:, rows])
-        state = _again(n > width, add, *part, state)
+        state = _again(n > width, add, k[:, :, rows], values[:, :, rows], state)
     return state
 
 
@@ -288,16 +287,6 @@ def _again(many: bool, function: Callable[..., Any], *arguments: Any) -> Any:
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
-def _span(x: Tensor, values: Tensor, kernel: Kernel | Power) -> int:
+def _span(x: Tensor, values: Tensor, kernel: Kernel) -> int:
     """Return the tokens of a span, for which similarities cost as much as features, within limits."""
-    dim = x.shape[-1]
-    return min(max(kernel.size(dim) * values.shape[-1] // dim, SHORTEST), LONGEST)
-
-
-def _empty(x: Tensor, values: Tensor, kernel: Kernel | Power) -> Tensor:
-    return values.new_zeros(*values.shape[:2], kernel.size(x.shape[-1]), values.shape[-1])
-
-
-def _masked(rows: Tensor, mask: Tensor | None) -> Tensor:
-    # phi(0) is not 0, so padding is removed after the feature map.
-    return zero_masked(mask, rows)[0]
+    return min(max(kernel.size * values.shape[-1] // x.shape[-1], SHORTEST), LONGEST)

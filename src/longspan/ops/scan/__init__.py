@@ -106,7 +106,7 @@ def diagonal(
 def selective_scan(
     x: Tensor,
     dt: Tensor,
-    A: Tensor,
+    A: Tensor | None,
     B: Tensor,
     C: Tensor,
     *,
@@ -119,7 +119,7 @@ def selective_scan(
 def selective_scan(
     x: Tensor,
     dt: Tensor,
-    A: Tensor,
+    A: Tensor | None,
     B: Tensor,
     C: Tensor,
     *,
@@ -131,7 +131,7 @@ def selective_scan(
 def selective_scan(
     x: Tensor,
     dt: Tensor,
-    A: Tensor,
+    A: Tensor | None,
     B: Tensor,
     C: Tensor,
     *,
@@ -159,7 +159,8 @@ def selective_scan(
     Args:
         x: (B,N,channels).
         dt: (B,N,channels), step sizes, or what softplus makes them of.
-        A: (channels,S), negative.
+        A: (channels,S), negative. None: $1 - \Delta_t B_t^2$ replaces $e^{\Delta_t A}$, as in Longhorn;
+            it must not be negative.
         B: (B,N,S), how the token writes to the states.
         C: (B,N,S), how the token reads the states.
         D: (channels,), or None for 0.
@@ -194,6 +195,7 @@ def selective_scan(
 
     References:
         Gu and Dao 2023 (2312.00752), eq. 2 and section 3, with the step of the authors' code for B, $\Delta_t B_t$.
+        Without A: Liu et al. 2024 (2407.14207), section 3.
     """
     if donate and state is not None:
         check_donation(state, x=x, dt=dt, A=A, B=B, C=C, D=D, z=z, dt_bias=dt_bias)
@@ -206,18 +208,25 @@ def selective_scan(
         declined = True
     given: StateOptions = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens, "state": state}
     check_operands(SELECTIVE_SHAPES, "x", x=x, dt=dt, A=A, B=B, C=C, z=z, D=D, dt_bias=dt_bias, **given)
-    first = _first(x, given, A.shape[1])
+    first = _first(x, given, B.shape[2])
     r = Selective(x, dt, A, B, C, D, z, dt_bias, first, mask, segments, cu_seqlens, softplus)
     y, state = serve(SELECTIVE, r, donate, declined)
     return (y, state) if return_state else y
 
 
 def selective(
-    x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor, *, donate: bool = False, **options: Unpack[SelectiveWeights]
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor | None,
+    B: Tensor,
+    C: Tensor,
+    *,
+    donate: bool = False,
+    **options: Unpack[SelectiveWeights],
 ) -> tuple[Tensor, Tensor]:
     """``selective_scan`` without checks, by the fastest form. Raises ValueError if a forced backend cannot serve it."""
     weights = options.get("D"), options.get("z"), options.get("dt_bias")
-    state, softplus = _first(x, options, A.shape[1]), options.get("softplus", False)
+    state, softplus = _first(x, options, B.shape[2]), options.get("softplus", False)
     r = Selective(x, dt, A, B, C, *weights, state, *_packing(options), softplus)
     return serve(SELECTIVE, r, donate)
 

@@ -34,7 +34,7 @@ def why_not(r: Diagonal | Selective) -> str:
         return "there is nothing to compute"
     if not call.available("scan/selective" if isinstance(r, Selective) else "scan/diagonal"):
         return "they could not be compiled"
-    too_many = isinstance(r, Selective) and r.A.shape[1] > MOST
+    too_many = isinstance(r, Selective) and r.B.shape[2] > MOST
     return f"they take at most {MOST} states of a channel" if too_many else ""
 
 
@@ -118,7 +118,7 @@ def diagonal_step(r: Diagonal, donate: bool) -> tuple[Tensor, Tensor] | None:
 def _prepare_selective(r: Selective) -> Selective:
     skip, bias = (None if t is None else t.float() for t in (r.D, r.dt_bias))
     offsets = None if r.cu_seqlens is None else r.cu_seqlens.long()
-    return r._replace(A=r.A.float(), D=skip, dt_bias=bias, cu_seqlens=offsets)
+    return r._replace(A=None if r.A is None else r.A.float(), D=skip, dt_bias=bias, cu_seqlens=offsets)
 
 
 def _selective_forward(r: Selective, keeps: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -166,7 +166,7 @@ def _selective_backward(
     db, dc = (pairs[:, :, i].to(t.dtype).contiguous() for i, t in enumerate((B, C)))
     skip = None if D is None else others[0].clone()
     bias = None if dt_bias is None else others[1].clone()
-    return [dx, ddt, rates, db, dc, skip, dz, bias, first]
+    return [dx, ddt, None if A is None else rates, db, dc, skip, dz, bias, first]
 
 
 def _selective_gradient_shapes(r: Selective) -> list[Tensor | None]:
@@ -211,7 +211,9 @@ def selective_step(r: Selective, donate: bool) -> tuple[Tensor, Tensor] | None:
         return None
     if state.shape != (batch, channels, size) or B.shape != (batch, 1, size) or C.shape != (batch, 1, size):
         return None
-    if A.shape != (channels, size) or any(t is not None and t.shape != (channels,) for t in (D, dt_bias)):
+    if A is not None and A.shape != (channels, size):
+        return None
+    if any(t is not None and t.shape != (channels,) for t in (D, dt_bias)):
         return None
     if not readable(x, dt, B, C, z, wide=(state,)):
         return None

@@ -41,7 +41,7 @@ class Selective(NamedTuple):
 
     x: Tensor  # (B,N,channels)
     dt: Tensor  # (B,N,channels)
-    A: Tensor  # (channels,S)
+    A: Tensor | None  # (channels,S)
     B: Tensor  # (B,N,S)
     C: Tensor  # (B,N,S)
     D: Tensor | None  # (channels,)

@@ -1,4 +1,7 @@
-"""The selective scan in torch: h_t = e^(dt_t A) h_{t-1} + dt_t x_t B_t, y_t = (C_t . h_t + D x_t) silu(z_t)."""
+"""The selective scan in torch: h_t = e^(dt_t A) h_{t-1} + dt_t x_t B_t, y_t = (C_t . h_t + D x_t) silu(z_t).
+
+Without A, the factor of h_{t-1} is 1 - dt_t B_t^2.
+"""
 
 from typing import Any
 
@@ -31,13 +34,14 @@ def reference(r: Selective) -> tuple[Tensor, Tensor]:
 
 
 def _loop(r: Selective) -> tuple[Tensor, Tensor]:
-    state, mask, D, wide, clear = r.state, r.mask, r.D, r.state.dtype, borders(r.segments, r.x)
+    mask, D, wide, clear = r.mask, r.D, r.state.dtype, borders(r.segments, r.x)
     x, dt, b, c, z = _prepared(r)
-    state, out, rates = state.clone(), [], r.A.to(wide)
+    state, out, rates = r.state.clone(), [], None if r.A is None else r.A.to(wide)
     for t in range(x.shape[1]):
         state = torch.where(clear[:, t, :, None], 0.0, state)
         step = dt[:, t, :, None]  # (B,channels,1)
-        state = (step * rates).exp() * state + step * x[:, t, :, None] * b[:, t, None]
+        left = 1 - step * b[:, t, None].square() if rates is None else (step * rates).exp()
+        state = left * state + step * x[:, t, :, None] * b[:, t, None]
         y = (state * c[:, t, None]).sum(-1)
         out.append(y if D is None else y + D.to(wide) * x[:, t])
     y = torch.stack(out, 1) if out else torch.zeros_like(x)
@@ -54,11 +58,11 @@ def attend(r: Selective) -> tuple[Tensor, Tensor]:
 
 
 def _attend(r: Selective) -> tuple[Tensor, Tensor]:
-    if not r.x.numel() or not r.A.numel():
+    if not r.x.numel() or not r.B.numel():
         return _loop(r)
     state, mask, D, wide, clear = r.state, r.mask, r.D, r.state.dtype, borders(r.segments, r.x)
     x, dt, b, c, z = _prepared(r)
-    rates, out = r.A.to(wide), []
+    rates, out = None if r.A is None else r.A.to(wide), []
     keeps = torch.is_grad_enabled() and not transformed()
     for start in range(0, x.shape[1], CHUNK):
         given: list[Any] = [t[:, start : start + CHUNK] for t in (x, dt, b, c, clear)] + [rates, state]
@@ -74,11 +78,16 @@ def _attend(r: Selective) -> tuple[Tensor, Tensor]:
 
 
 def _chunk(
-    x: Tensor, dt: Tensor, B: Tensor, C: Tensor, clear: Tensor, rates: Tensor, state: Tensor
+    x: Tensor, dt: Tensor, B: Tensor, C: Tensor, clear: Tensor, rates: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return y (B,N,channels) and the last state of few tokens."""
-    shape = (*x.shape, rates.shape[1])
-    g, u = dt[..., None] * rates, (dt * x)[..., None] * B[:, :, None]
+    shape, u = (*x.shape, B.shape[2]), (dt * x)[..., None] * B[:, :, None]
+    if rates is None:
+        # What is left may round to 0, whose logarithm has no gradient.
+        least = torch.finfo(dt.dtype).eps / 2 - 1
+        g = (-dt[..., None] * B[:, :, None].square()).clamp(min=least).log1p()
+    else:
+        g = dt[..., None] * rates
     g = torch.where(clear[..., None], 0.0, g)
     h = scan(u.flatten(2), g.flatten(2), clear, state.flatten(1)).view(shape)
     return (h * C[:, :, None]).sum(-1), h[:, -1].clone()

@@ -1,5 +1,6 @@
 """Softmax attention over keys that a product of Householder maps has moved since they were written."""
 
+import ctypes
 import math
 from typing import NamedTuple
 
@@ -8,11 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..backends import select_backend
-from ..operands import transformed
+from ..backends import choose_backend, select_backend
+from ..custom_ops import contiguous_like, operation
+from ..native import call
+from ..native.build.openmp import threads
+from ..operands import contiguous, materialize_neg, transformed
 from ..tensors import per_root, upcast_half
 
 CHUNK = 64  # tokens whose maps are one product
+OP, UNIT = "attention over moved keys", "pattern/moved"
 
 
 class Past(NamedTuple):
@@ -31,6 +36,34 @@ class _Chunks(NamedTuple):
     keys: Tensor  # (B,G,c,C,D) moved to the end of the chunk
     values: Tensor  # (B,G,c,C,E)
     maps: Tensor  # (B,G,c,D,D) moves a row of keys from the beginning to the end
+
+
+def causal(q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor) -> Tensor:
+    """Return the output of ``attend`` without earlier tokens. In C++, maps move queries, and memory is O(N)."""
+    q, k, v, w, beta = materialize_neg(q, k, v, w, beta)
+    why_not = call.unreadable(q, k, v, w, beta)
+    if any(t.dtype == torch.float64 for t in (q, k, v, w, beta)):
+        why_not = why_not or "they take float32 and bfloat16"
+    why_not = why_not or ("" if q.numel() and q.shape[2] > CHUNK else f"there are at most {CHUNK} tokens")
+    why_not = why_not or ("" if call.available(UNIT) else "they could not be compiled")
+    if choose_backend(OP, ("reference", "torch", "native"), {"native": why_not}) != "native":
+        return attend(q, k, v, w, beta)[0]
+    n, e = q.shape[2], v.shape[3]
+    with torch.autocast(q.device.type, enabled=False):
+        parts = _chunks(q, k, v, w, beta, CHUNK)
+        near = parts.near.masked_fill(_ahead(parts.near), -torch.inf)
+        o = _moved(_Chunks(*contiguous(*(_whole(t) for t in parts._replace(near=near)))))[0]
+    return o.transpose(2, 3).flatten(3, 4).flatten(1, 2)[:, :, :n, :e].to(v.dtype)
+
+
+def _ahead(near: Tensor) -> Tensor:
+    return torch.ones(near.shape[-2:], dtype=torch.bool, device=near.device).triu(1)
+
+
+def _whole(x: Tensor) -> Tensor:
+    """Pad channels to a multiple of 16, in both directions if they are those of a map."""
+    short = -x.shape[-1] % 16
+    return F.pad(x, (0, short, 0, short) if x.shape[-1] == x.shape[-2] != CHUNK else (0, short)) if short else x
 
 
 def attend(
@@ -56,7 +89,7 @@ def attend(
     References:
         Yang et al. 2025 (2505.16381), eqs. 2 to 6; Joffrain et al. 2006 for the products (UT transform).
     """
-    chunk = 1 if select_backend("attention over moved keys") == "reference" else CHUNK
+    chunk = 1 if select_backend(OP, ("reference", "torch", "native")) == "reference" else CHUNK
     n, earlier = q.shape[2], 0 if past is None else past.keys.shape[2]
     with torch.autocast(q.device.type, enabled=False):
         parts = _chunks(q, k, v, w, beta, min(chunk, n))
@@ -104,8 +137,7 @@ def _chunks(q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, size: int)
 
 def _read(keys: Tensor, values: Tensor, hidden: Tensor | None, own: _Chunks) -> tuple[Tensor, Tensor]:
     """Read some chunks after all keys before them: (B,G,R,c C,E), and all keys after them."""
-    size, outs = own.near.shape[-1], []
-    ahead = torch.ones(size, size, dtype=torch.bool, device=keys.device).triu(1)
+    outs, ahead = [], _ahead(own.near)
     for c in range(own.keys.shape[2]):
         far = own.queries[:, :, c] @ keys[:, :, None].mT
         if hidden is not None:
@@ -116,3 +148,38 @@ def _read(keys: Tensor, values: Tensor, hidden: Tensor | None, own: _Chunks) -> 
         outs.append(p @ values[:, :, None])
         keys = torch.cat([keys @ own.maps[:, :, c], own.keys[:, :, c]], 2)
     return torch.cat(outs, 3), keys
+
+
+def _forward(r: _Chunks) -> tuple[Tensor, Tensor]:
+    out, lse = _shapes(r)
+    _run("forward", r, r.queries, r.near, r.keys.mT, r.values, r.maps.mT, out, lse)
+    return out, lse
+
+
+def _backward(r: _Chunks, grad: Tensor, out: Tensor, lse: Tensor) -> list[Tensor]:
+    grads = [contiguous_like(t) for t in r]
+    dq, dnear, dk, dv, dmaps = grads
+    given = (r.queries, r.near, r.keys, r.keys.mT, r.values, r.values.mT, r.maps, r.maps.mT, out, lse, grad)
+    _run("backward", r, *given, dq, dnear, dk, dv, dmaps)
+    return grads
+
+
+def _run(name: str, r: _Chunks, *tensors: Tensor) -> None:
+    batch, groups, count, shared, _, dim = r.queries.shape
+    sizes = (ctypes.c_long * 5)(batch * groups, count, shared, dim, r.values.shape[-1])
+    given = contiguous(*tensors)
+    failed = getattr(call.kernels(UNIT), f"longspan_moved_{name}")(*call.pointers(*given), sizes, threads())
+    call.check_allocated(failed, "queries")
+
+
+def _shapes(r: _Chunks) -> tuple[Tensor, Tensor]:
+    shape = r.queries.shape[:-1]
+    return r.values.new_empty(*shape, r.values.shape[-1]), r.values.new_empty(shape)
+
+
+def _composed(r: _Chunks) -> tuple[Tensor, Tensor]:
+    o, _ = _read(r.keys[:, :, 0, :0], r.values[:, :, 0, :0], None, r)
+    return o.unflatten(3, (-1, CHUNK)).transpose(2, 3), r.queries.new_zeros(r.queries.shape[:-1])
+
+
+_moved = operation("moved", _Chunks, _forward, shapes=_shapes, again=_composed, inputs=5, backward=_backward)

@@ -19,6 +19,12 @@ FAMILIES: dict[str, dict[str, Functions]] = {
         "step": {
             "longspan_linear_step": (INT, (*[POINTER] * 5, *[LONG] * 3, INT, FLOAT, INT, INT)),
         },
+        "products": {
+            "longspan_products_read": (INT, (*[POINTER] * 6, INT)),
+            "longspan_products_write": (INT, (*[POINTER] * 6, INT)),
+            "longspan_products_slopes": (INT, (*[POINTER] * 7, INT)),
+            "longspan_products_step": (INT, (*[POINTER] * 9, INT)),
+        },
     },
     "gated": {
         "forward": {
@@ -90,6 +96,10 @@ FAMILIES: dict[str, dict[str, Functions]] = {
         "stick": {
             "longspan_stick_forward": (INT, (*[POINTER] * 6, INT, FLOAT, INT)),
             "longspan_stick_backward": (INT, (*[POINTER] * 10, INT, FLOAT, INT)),
+        },
+        "moved": {
+            "longspan_moved_forward": (INT, (*[POINTER] * 8, INT)),
+            "longspan_moved_backward": (INT, (*[POINTER] * 17, INT)),
         },
         "seen": {
             "longspan_buckets_seen": (None, (*[POINTER] * 5, INT)),

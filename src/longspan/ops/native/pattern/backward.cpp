@@ -19,7 +19,7 @@ struct Backward {
     long scratch() const {
         const Sizes& s = sizes;
         const long size = blocks.size;
-        return s.tokens * (s.kp() + s.vp()) + size * (4 * s.kp() + 4 * s.vp() + 2 * size) + 3 * whole_vectors(size);
+        return s.tokens * (s.kp() + s.vp()) + size * (4 * s.kp() + 4 * s.vp() + 2 * size) + 4 * whole_vectors(size);
     }
 
     // All heads that share one head of keys and values, to whose gradients they add.
@@ -42,7 +42,7 @@ struct Backward {
         float *value_turned = scratch.take(vp * size), *output = scratch.take(size * vp);
         float *p = scratch.take(size * size), *ds = scratch.take(size * size);
         float *delta = scratch.take(whole_vectors(size)), *logs = scratch.take(whole_vectors(size));
-        float* column = scratch.take(whole_vectors(size));
+        double* column = reinterpret_cast<double*>(scratch.take(2 * whole_vectors(size)));
         const long row = batch * sizes.heads + head, asked = sizes.start() + begin;
         read(Rows<const T>(q, batch, head), begin, rows, sizes.keys, query, kp);
         scale_rows(query, rows, kp, scale);
@@ -66,7 +66,10 @@ struct Backward {
             if (blocks.mask(e, skip) || width > cols) hide(p, rows, cols, width, size, blocks.mask(e, skip), size);
             gemm<false>(rows, width, sizes.values, up, vp, 1, value_turned, size, ds, size);
             for (long i = 0; i < rows; ++i) slopes(p + i * size, ds + i * size, width, logs[i], delta[i], cap);
-            if (dsums) take(ds, rows, cols, size, dsums + row * sizes.tokens + first, column);
+            if (dsums) {
+                double* own = dsums + row * sizes.tokens;
+                take(ds, rows, cols, size, own + first, own + asked, column);
+            }
             gemm<true>(cols, vp, rows, p, 1, size, up, vp, dvalues + first * vp, vp);
             gemm<true>(cols, kp, rows, ds, 1, size, query, kp, dkeys + first * kp, kp);
             gemm<true>(rows, kp, cols, ds, size, 1, key, kp, sum, kp);
@@ -75,14 +78,18 @@ struct Backward {
         write(sum, kp, Rows<T>(dq, batch, head), begin, rows, sizes.keys);
     }
 
-    // The logits of a key fall with its sum. They rise with that of the query, but the gradients of a row add up to zero.
-    static void take(const float* ds, long rows, long cols, long size, double* dsums, float* column) {
-        for (long j = 0; j < cols; j += W) {
-            vec total = vec{};
-            for (long i = 0; i < rows; ++i) total += load(ds + i * size + j);
-            store(column + j, total);
+    // The logits of a key fall with its sum, and those of a query rise with its own. The gradients of a row add up to zero,
+    // but for their rounding, which the sums over later tokens would collect.
+    static void take(const float* ds, long rows, long cols, long size, double* of_keys, double* of_queries, double* column) {
+        for (long j = 0; j < cols; ++j) column[j] = 0.0;
+        for (long i = 0; i < rows; ++i, ds += size) {
+            double lanes[W] = {};
+            for (long j = 0; j < cols; ++j) column[j] += ds[j];
+            for (long j = 0; j < cols; j += W)
+                for (long l = 0; l < W; ++l) lanes[l] += ds[j + l];
+            for (long l = 0; l < W; ++l) of_queries[i] += lanes[l];
         }
-        for (long j = 0; j < cols; ++j) dsums[j] -= column[j];
+        for (long j = 0; j < cols; ++j) of_keys[j] -= column[j];
     }
 };
 

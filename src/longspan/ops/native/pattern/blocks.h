@@ -146,22 +146,4 @@ inline void slopes(float* p, float* ds, long width, float log, float delta, floa
     }
 }
 
-// Calls pass.run for each of pass.units(), with memory for pass.scratch() floats per thread. Returns 1 if memory runs out.
-template <class Pass>
-int each_unit(const Pass& pass, int threads) {
-    const long units = pass.units();
-    bool failed = false;
-#pragma omp parallel num_threads(threads) if (threads > 1 && units > 1)
-    {
-        Memory memory(pass.scratch());
-        if (!memory.ready()) failed = true;
-#pragma omp barrier
-        if (!failed) {
-#pragma omp for schedule(dynamic)
-            for (long unit = 0; unit < units; ++unit) pass.run(unit, memory.scratch());
-        }
-    }
-    return failed;
-}
-
 }  // namespace

@@ -1,5 +1,6 @@
 // The selective scan of Mamba: for each channel h_t = e^(d_t A) h_(t-1) + d_t x_t B_t and y_t = (C_t . h_t + D x_t) silu(z_t),
-// with d_t = dt_t or softplus(dt_t + bias). Source: Gu and Dao 2023 (2312.00752), section 3. The states of a channel fill
+// with d_t = dt_t or softplus(dt_t + bias). Source: Gu and Dao 2023 (2312.00752), section 3. Without A the factor of h_(t-1)
+// is 1 - d_t B_t^2, that of Longhorn: Liu et al. 2024 (2407.14207), section 3. The states of a channel fill
 // vectors; the channels of a group are read together and then go through a tile of tokens one after the other, so that all
 // they need stays in the first cache. The backward pass computes the states of a tile again from the saved one before it.
 #include "../shared/softplus.h"
@@ -17,8 +18,19 @@ struct Selective {
     const Scan& call;
     long size;  // S
     Operand x, dt, b, c, z;
-    const float *rates, *skip, *bias;  // A (C,S); D (C) and the bias (C) of dt, which may be null
+    const float *rates, *skip, *bias;  // A (C,S), D (C) and the bias (C) of dt, which may be null
     bool soft;
+
+    // What a step d leaves of the numbers of a state to which it writes b.
+    template <bool RATES>
+    static vec left(vec d, vec a, vec b) {
+        return RATES ? decay(d * a) : 1.0f - d * (b * b);
+    }
+
+    // A of some channels into rows (SP), if there is one.
+    void pad_rates(long channel, long count, float* out) const {
+        if (rates) pad(rates + channel * size, count, out);
+    }
 
     // n rows (S) into rows (SP).
     void pad(const float* from, long n, float* out) const {
@@ -134,6 +146,7 @@ struct Forward : Selective<V> {
     static constexpr long scratch = 2 * BLOCK * SP + 2 * TILE * SP + TILE * W + 4 * GROUP * TILE;
 
     // One channel: y (n) without D and the gate.
+    template <bool RATES>
     static void walk(const float* rates, float* state, const float* steps, const float* x, const float* b, const float* c,
                      const Tile& tile, float* lanes, float* y) {
         vec a[V], h[V];
@@ -144,7 +157,8 @@ struct Forward : Selective<V> {
             const vec d = splat(steps[t]), w = splat(steps[t] * x[t]);
             vec total = vec{};
             for (int v = 0; v < V; ++v) {
-                h[v] = h[v] * decay(d * a[v]) + w * load(b + t * SP + v * W);
+                const vec row = load(b + t * SP + v * W);
+                h[v] = h[v] * Base::template left<RATES>(d, a[v], row) + w * row;
                 total += h[v] * load(c + t * SP + v * W);
             }
             store(lanes + t * W, total);
@@ -161,7 +175,7 @@ struct Forward : Selective<V> {
         float *xs = scratch.take(GROUP * TILE), *ds = scratch.take(GROUP * TILE), *ys = scratch.take(GROUP * TILE);
         float* turned = scratch.take(GROUP * TILE);
         stage(states);
-        this->pad(this->rates + channel * size, count, a);
+        this->pad_rates(channel, count, a);
         this->pad(first + at, count, h);
         for (long k = 0; k < s.tiles(); ++k) {
             const Tile tile = this->tile_of(s, k);
@@ -181,7 +195,8 @@ struct Forward : Selective<V> {
                 stage(scanning);
                 for (long j = 0; j < some; ++j) {
                     float* line = ys + j * TILE;
-                    walk(a + (g + j) * SP, h + (g + j) * SP, ds + j * TILE, xs + j * TILE, b, c, tile, lanes, line);
+                    (this->rates ? walk<true> : walk<false>)(a + (g + j) * SP, h + (g + j) * SP, ds + j * TILE, xs + j * TILE, b,
+                                                             c, tile, lanes, line);
                     if (this->skip)
                         for (long i = 0; i < tile.n; i += W)
                             store(line + i, load(line + i) + this->skip[channel + g + j] * load(xs + j * TILE + i));
@@ -218,6 +233,7 @@ struct Backward : Selective<V> {
     static constexpr long scratch = 3 * BLOCK * SP + 6 * TILE * SP + 2 * TILE * W + 8 * GROUP * TILE;
 
     // One channel forward, from its state before the tile: the states before all tokens, and their factors.
+    template <bool RATES>
     static void again(const float* rates, const float* state, const float* steps, const float* x, const float* b,
                       const Tile& tile, float* before, float* factors) {
         vec a[V], h[V];
@@ -228,10 +244,10 @@ struct Backward : Selective<V> {
             const vec d = splat(steps[t]), w = splat(steps[t] * x[t]);
             for (int v = 0; v < V; ++v) {
                 const long place = t * SP + v * W;
-                const vec factor = decay(d * a[v]);
+                const vec row = load(b + place), factor = Base::template left<RATES>(d, a[v], row);
                 store(before + place, h[v]);
                 store(factors + place, factor);
-                h[v] = h[v] * factor + w * load(b + place);
+                h[v] = h[v] * factor + w * row;
             }
         }
     }
@@ -252,7 +268,8 @@ struct Backward : Selective<V> {
     }
 
     // One channel backward; carry: the gradient of its state. Adds to the gradients of its rates and of B and C; to_input (n)
-    // and to_step (n) get G_t . B_t and (G_t * e^(d A) h) . A.
+    // and to_step (n) get G_t . B_t and (G_t * e^(d A) h) . A, or -(G_t * h) . B_t^2 without A.
+    template <bool RATES>
     static void back(const float* rates, const float* steps, const float* x, const float* grad, const float* b, const float* c,
                      const float* before, const float* factors, const Tile& tile, float* carry, float* rate_sum, float* db,
                      float* dc, float* lanes, float* to_input, float* to_step) {
@@ -266,14 +283,14 @@ struct Backward : Selective<V> {
             vec input = vec{}, step = vec{};
             for (int v = 0; v < V; ++v) {
                 const long place = t * SP + v * W;
-                const vec factor = load(factors + place), row = load(b + place), rest = load(before + place) * factor;
+                const vec factor = load(factors + place), row = load(b + place), old = load(before + place), rest = old * factor;
                 store(dc + place, load(dc + place) + up * (w * row + rest));
                 g[v] += up * load(c + place);
-                store(db + place, load(db + place) + w * g[v]);
-                const vec slope = g[v] * rest;
-                sums[v] += slope * d;
+                const vec slope = g[v] * (RATES ? rest : old * row);
+                store(db + place, load(db + place) + w * g[v] - (RATES ? vec{} : 2.0f * d * slope));
+                if (RATES) sums[v] += slope * d;
                 input += g[v] * row;
-                step += slope * a[v];
+                step += RATES ? slope * a[v] : vec{} - slope * row;
                 g[v] = tile.fresh[t] ? vec{} : g[v] * factor;
             }
             store(lanes + t * W, input);
@@ -297,7 +314,7 @@ struct Backward : Selective<V> {
         float skip_sum[BLOCK] = {}, bias_sum[BLOCK] = {}, start[SP] = {};
         const float* skip = this->skip;
         stage(states);
-        this->pad(this->rates + channel * size, count, a);
+        this->pad_rates(channel, count, a);
         this->pad(grad_last + at * size, count, carry);
         std::memset(rate_sum, 0, sizeof(float) * BLOCK * SP);
         for (long k = s.tiles() - 1; k >= 0; --k) {
@@ -325,7 +342,7 @@ struct Backward : Selective<V> {
                     const float factor = skip ? skip[channel + g + j] : 0.0f;
                     stage(scanning);
                     std::memcpy(start, starts + (place + g + j) * size, sizeof(float) * size);
-                    again(a + own, start, steps, line, b, tile, before, factors);
+                    (this->rates ? again<true> : again<false>)(a + own, start, steps, line, b, tile, before, factors);
                     if (this->z.data) {
                         reads(steps, line, b, c, before, factors, n, lanes, to_input);
                         stage(mapping);
@@ -337,8 +354,8 @@ struct Backward : Selective<V> {
                         }
                     }
                     stage(scanning);
-                    back(a + own, steps, line, up, b, c, before, factors, tile, carry + own, rate_sum + own, db, dc, lanes,
-                         to_input, to_step);
+                    (this->rates ? back<true> : back<false>)(a + own, steps, line, up, b, c, before, factors, tile, carry + own,
+                                                             rate_sum + own, db, dc, lanes, to_input, to_step);
                     stage(mapping);
                     float skipped = 0.0f, biased = 0.0f;
                     for (long i = 0; i < n; i += W) {
@@ -371,7 +388,7 @@ struct Backward : Selective<V> {
         }
         stage(states);
         this->unpad(carry, count, grad_first + at * size);
-        this->unpad(rate_sum, count, rate_sums + at * size);
+        if (this->rates) this->unpad(rate_sum, count, rate_sums + at * size);
         std::memcpy(channel_sums + at, skip_sum, sizeof(float) * count);
         std::memcpy(channel_sums + call.sequences * call.channels + at, bias_sum, sizeof(float) * count);
     }
@@ -417,7 +434,7 @@ int with_vectors(long size, F f) {
 }
 
 // One token of a block of channels of one row: the state changes in place.
-template <int V>
+template <int V, bool RATES>
 void step(const Selective<V>& s, Operand y, long row, long channel, const float* b, const float* c, float* state) {
     constexpr long SP = Selective<V>::SP;
     const long all = s.call.count(channel), size = s.size;
@@ -431,17 +448,18 @@ void step(const Selective<V>& s, Operand y, long row, long channel, const float*
         if (s.soft)
             for (long j = 0; j < GROUP; j += W) store(ds + j, softplus(load(ds + j)));
         for (long j = 0; j < some; ++j) {
-            const float* rates = s.rates + (from + j) * size;
+            const float* rates = RATES ? s.rates + (from + j) * size : b;
             float *h = state + (from + j) * size, padded[2 * SP] = {}, *now = h;
             if (size != SP) {
-                std::memcpy(padded, rates, sizeof(float) * size);
+                if (RATES) std::memcpy(padded, rates, sizeof(float) * size);
                 std::memcpy(padded + SP, h, sizeof(float) * size);
                 rates = padded, now = padded + SP;
             }
             const vec d = splat(ds[j]), w = splat(ds[j] * xs[j]);
             vec sum = vec{};
             for (int v = 0; v < V; ++v) {
-                const vec next = load(now + v * W) * decay(d * load(rates + v * W)) + w * load(b + v * W);
+                const vec row = load(b + v * W), kept = Selective<V>::template left<RATES>(d, load(rates + v * W), row);
+                const vec next = load(now + v * W) * kept + w * row;
                 store(now + v * W, next);
                 sum += next * load(c + v * W);
             }
@@ -462,7 +480,7 @@ void step(const Selective<V>& s, Operand y, long row, long channel, const float*
 }  // namespace
 
 // x, dt, b, c, z, y (B,1,N,C or S) with 4 strides each, in this order, of types as in tiles.h; z may be null. rates (C,S), skip
-// (C) and bias (C), which may be null, first, last (sequences,C,S): float, contiguous; starts (tiles,C,S) or null; mask
+// (C) and bias (C), each of which may be null, first, last (sequences,C,S): float, contiguous; starts (tiles,C,S) or null; mask
 // (B,N), segments (B,N) or null; offsets (sequences+1) or null. sizes: B, N, C, sequences, S. S is at most 64. Returns 0, or 1
 // if memory runs out.
 extern "C" int longspan_selective_forward(void* x, void* dt, void* b, void* c, void* z, void* y, const float* rates,
@@ -502,7 +520,7 @@ extern "C" int longspan_selective_backward(void* x, void* dt, void* b, void* c, 
         return in_threads(Backward<V>::scratch, threads, [&](Scratch scratch) {
             call.each_unit([&](Span s, long channel) { pass.run(s, channel, scratch); });
             total_in_team(shares, call.blocks(), call.batch * call.tokens * 2 * sizes[4], db_dc);
-            total_in_team(rate_sums, call.sequences, call.channels * sizes[4], drates);
+            if (rates) total_in_team(rate_sums, call.sequences, call.channels * sizes[4], drates);
             for (long i = 0; i < 2; ++i)
                 total_in_team(channel_sums + i * call.sequences * call.channels, call.sequences, call.channels,
                               dskip_dbias + i * call.channels);
@@ -526,7 +544,8 @@ extern "C" int longspan_selective_step(void* x, void* dt, void* b, void* c, void
             float bs[V * W], cs[V * W];
             read_tile(one.b, s.row, 0, 0, 1, size, bs, V * W);
             read_tile(one.c, s.row, 0, 0, 1, size, cs, V * W);
-            step<V>(one, operand(y, 5), s.row, channel, bs, cs, state + s.row * call.channels * size);
+            (rates ? step<V, true> : step<V, false>)(one, operand(y, 5), s.row, channel, bs, cs,
+                                                     state + s.row * call.channels * size);
         });
         return 0;
     });
