@@ -9,8 +9,7 @@
 
 copies FOLDER's members.json, .csv and .png to ``benchmarks/results/MACHINE`` as ``every.json``, .csv and .png. AGAIN is
 optional: a later run of some lengths, whose figures replace FOLDER's there; the exponents are then fitted anew. OTHER
-becomes ``every_budget``. NEW adds mechanisms that the first run did not have, with ratios to the softmax of the same
-run. Without an argument the script only writes
+becomes ``every_budget``. NEW adds mechanisms, or measures them again, with ratios to the softmax of the same run. Without an argument the script only writes
 
 * docs/results/mechanisms/*.csv and the picture there,
 * the marked blocks of docs/results/mechanisms.md, docs/how-to/choose-a-mechanism.md and README.md.
@@ -400,10 +399,9 @@ def measured_again(result: Result, again: Result) -> Result:
 
 
 def added(result: Result, more: Result) -> Result:
-    """Return ``result`` with the mechanisms of ``more`` that it lacks, or that an earlier call has added."""
+    """Return ``result`` with the mechanisms of ``more``, new or measured again, but for softmax, to which both compare."""
     before = result.get("added", [])
-    known = {one["candidate"] for one in result["growth"]} - set(before)
-    names = [one["candidate"] for one in more["growth"] if one["candidate"] not in known]
+    names = [one["candidate"] for one in more["growth"] if one["candidate"] != "softmax"]
     found = {**result, "added": list(dict.fromkeys([*before, *names]))}
     for part in ("rows", "growth", "left_out"):
         old = [one for one in result[part] if one["candidate"] not in names]
