@@ -57,7 +57,7 @@ def written_out(model: retrieval.Retriever, sequences: retrieval.Sequences) -> t
 
 
 def other_rules(model: retrieval.Retriever, sequences: retrieval.Sequences) -> torch.Tensor:
-    """The same for mLSTM's gates, levels of log-linear attention, and RWKV-7's rule."""
+    """The same for mLSTM's gates, levels of log-linear attention, RWKV-7's rule, and MesaNet's regression."""
     queries, more = model.embedding @ model.query, model.more
     length = sequences.keys.shape[1]
     tokens = []
@@ -78,6 +78,14 @@ def other_rules(model: retrieval.Retriever, sequences: retrieval.Sequences) -> t
             kept = (-math.exp(-0.5) * (found["decay"] - 6).sigmoid()).exp()
             memory = kept[:, None] * memory + torch.outer(write, v) - torch.outer(rate * read, read @ memory)
         return queries / queries.norm(dim=-1, keepdim=True) @ memory
+    if model.rule == "regression":
+        squares, memory = (F.softplus(more["ridge"]) + 0.25).diag(), torch.zeros(model.size, model.symbols)
+        for (k, v, _), key, value in zip(tokens, sequences.keys[0], sequences.values[0], strict=True):
+            rate = (model.embedding[key] @ model.rate + model.rate_of_value[value]).sigmoid()
+            squares, memory = (
+                total + rate * torch.outer(k / k.norm(), x) for total, x in ((squares, k / k.norm()), (memory, v))
+            )
+        return queries / queries.norm(dim=-1, keepdim=True) @ squares.inverse() @ memory
     phi = model.kind.features
     if model.rule == "gated":
         memory, total = torch.zeros(model.size, model.symbols), torch.zeros(model.size)
@@ -177,7 +185,7 @@ def test_only_favor_as_published_draws_rows_in_every_call():
 def test_a_retriever_without_a_feature_map_refuses_the_delta_rule():
     with pytest.raises(ValueError, match="the delta rule needs a fixed feature map, which softmax has not"):
         retrieval.Retriever(7, 5, "softmax", "delta", numbers())
-    with pytest.raises(ValueError, match="unknown rule 'adds'; known: delta, gated, general, levels, sum"):
+    with pytest.raises(ValueError, match="unknown rule 'adds'; known: delta, gated, general, levels, regression, sum"):
         retrieval.Retriever(7, 5, "linear", "adds", numbers())
 
 

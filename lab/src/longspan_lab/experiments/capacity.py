@@ -15,7 +15,12 @@ from .experiment import Buildable, Experiment, Place, Result, Row, generator, se
 from .learning import finite
 
 EVERY, DONE = 100, 1e-3
-LIKE = {"gated": "mlstm", "levels": "log_linear", "general": "rwkv7"}  # the mechanism that has a rule
+LIKE = {
+    "gated": "mlstm",
+    "levels": "log_linear",
+    "general": "rwkv7",
+    "regression": "mesa",
+}  # the mechanism that has a rule
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from longspan._utils.spec import known
 from longspan.ops import gated
 from longspan.ops.gated.general import general_delta_rule
-from longspan.ops.linear import random_features
+from longspan.ops.linear import polynomial, random_features
 from longspan.ops.linear.features import dpfp, elu, sum_normalize
 
 RULES = {
@@ -20,6 +20,7 @@ RULES = {
     "gated": "adds with an input and a forget gate per token, as mLSTM does",
     "levels": "adds in sums over stretches of 1, 2, 4, ... tokens, which a query weights, as log-linear attention does",
     "general": "erases and decays each channel at a rate of the token, without a feature map, as RWKV-7 does",
+    "regression": "solves the ridge regression from keys to values, with a weight per token, as MesaNet does",
 }
 BASIC = ("sum", "delta")
 EPS = 1e-6
@@ -56,6 +57,11 @@ ENCODERS = {
     "favor128-kept": _favor(128, kept=True),
     "favor512-kept": _favor(512, kept=True),
     "softmax": Kind("softmax attention, which keeps every key"),
+    "power2": Kind(
+        "products of two channels, as power attention of degree 2 has them: D (D + 1) / 2 features",
+        lambda size: size * (size + 1) // 2,
+        lambda x: polynomial.power(x.shape[-1], 2, EPS).features(x),
+    ),
 }
 
 
@@ -89,8 +95,8 @@ class Retriever(nn.Module):
 
     Source: Schlag et al. 2021 (2102.11174), section 6.1, and the code of CAPACITY_SOURCE, without its biases, which the
     embedding can stand in for. Other rules: Beck et al. 2024 (2405.04517), Guo et al. 2025 (2506.04761), Peng et al.
-    2025 (2503.14456). Raises ValueError for unknown names, for the delta rule of a kind that has no fixed feature map,
-    and for rules other than sum and delta of a kind other than linear.
+    2025 (2503.14456), von Oswald et al. 2025 (2506.05233). Raises ValueError for unknown names, for the delta rule of a
+    kind that has no fixed feature map, and for rules other than sum and delta of a kind other than linear.
     """
 
     def __init__(self, symbols: int, size: int, kind: str, rule: str, generator: torch.Generator):
@@ -119,6 +125,8 @@ class Retriever(nn.Module):
             self.more[f"{name}_of_value"] = uniform(symbols, columns, size**-0.5)
         if rule == "general":
             self.more["direction"], self.more["part"] = (nn.Parameter(torch.ones(size)) for _ in range(2))
+        if rule == "regression":
+            self.more["ridge"] = nn.Parameter(torch.full((size,), 0.75).expm1().log())  # 1 at first, at least 0.25
         if rule == "levels":
             self.more["level"] = uniform(width, 32, width**-0.5)
 
@@ -130,6 +138,8 @@ class Retriever(nn.Module):
             return self._corrected(queries, keys, sequences)
         if self.rule == "general":
             return self._erased(queries, keys, sequences)
+        if self.rule == "regression":
+            return self._regressed(queries, keys, sequences)
         weights = self._weights(queries, keys, generator)  # (B,S,L)
         if self.rule in ("gated", "levels"):
             factors = self._gates(sequences) if self.rule == "gated" else self._level_weights(keys.shape[1])
@@ -169,10 +179,21 @@ class Retriever(nn.Module):
         assert self.kind.features is not None
         phi_q, phi_k = (sum_normalize(self.kind.features(x)) for x in (queries, keys))
         values = F.one_hot(sequences.values, self.symbols).to(keys)
-        rate = (self.embedding @ self.rate)[sequences.keys] + self.rate_of_value[sequences.values]  # (B,L,1)
         # Outputs of the tokens are not used; the queries come after the last.
-        _, state = gated.recur(phi_k[:, None], phi_k[:, None], values[:, None], beta=rate.sigmoid().mT, scale=1.0)
+        _, state = gated.recur(
+            phi_k[:, None], phi_k[:, None], values[:, None], beta=self._rate(sequences).mT, scale=1.0
+        )
         return phi_q @ state[:, 0]
+
+    def _regressed(self, queries: Tensor, keys: Tensor, sequences: Sequences) -> Tensor:
+        q, k = F.normalize(queries, dim=-1), F.normalize(keys, dim=-1)
+        written = (k * self._rate(sequences)).mT  # (B,D,L)
+        ridge = (F.softplus(self.more["ridge"]) + 0.25).diag()
+        return q @ torch.linalg.solve(written @ k + ridge, written @ F.one_hot(sequences.values, self.symbols).to(k))
+
+    def _rate(self, sequences: Sequences) -> Tensor:
+        """The step size of each token (B,L,1), in 0 ... 1."""
+        return ((self.embedding @ self.rate)[sequences.keys] + self.rate_of_value[sequences.values]).sigmoid()
 
     def _of_token(self, name: str, sequences: Sequences) -> Tensor:
         """A projection of each token (B,L,channels)."""

@@ -9,7 +9,8 @@
 
 copies FOLDER's members.json, .csv and .png to ``benchmarks/results/MACHINE`` as ``every.json``, .csv and .png. AGAIN is
 optional: a later run of some lengths, whose figures replace FOLDER's there; the exponents are then fitted anew. OTHER
-becomes ``every_budget``. NEW adds mechanisms, or measures them again, with ratios to the softmax of the same run. Without an argument the script only writes
+becomes ``every_budget``. NEW adds mechanisms, or measures them again, with ratios to the softmax of the same run.
+Without an argument the script only writes
 
 * docs/results/mechanisms/*.csv and the picture there,
 * the marked blocks of docs/results/mechanisms.md, docs/how-to/choose-a-mechanism.md and README.md.
@@ -399,7 +400,7 @@ def measured_again(result: Result, again: Result) -> Result:
 
 
 def added(result: Result, more: Result) -> Result:
-    """Return ``result`` with the mechanisms of ``more``, new or measured again, but for softmax, to which both compare."""
+    """Return ``result`` with the mechanisms of ``more``, new or measured again, except for softmax."""
     before = result.get("added", [])
     names = [one["candidate"] for one in more["growth"] if one["candidate"] != "softmax"]
     found = {**result, "added": list(dict.fromkeys([*before, *names]))}
