@@ -11,9 +11,12 @@ import torch
 import longspan
 from longspan import Decoder, DecoderConfig, backend
 from longspan.generation.native_decoder import Engine
+from longspan.ops.linear import polynomial
 from longspan.ops.native import build
 from longspan.ops.quantized import formats, pack
 from longspan.ops.quantized.native import ACTIVATIONS, FORMATS
+from longspan.ops.softmax import path
+from longspan.ops.tensors import unit, upcast_half
 from ops.families import FAMILIES, cast
 
 BATCH, TOKENS = 2, 70
@@ -25,6 +28,24 @@ def pattern(n, draw):
         return longspan.sparse_attention(**given, pattern="causal - band(20)")
 
     return call, {part: draw(BATCH, 2, n, 37 if part != "value" else 21) for part in ("query", "key", "value")}
+
+
+def powered(n, draw):
+    """Attention by the features of power attention."""
+
+    def call(given):
+        q, k = (upcast_half(given[part]) for part in "qk")
+        return polynomial.attend(q, k, given["v"], polynomial.power(9, 2, 10.0), causal=True)[0]
+
+    return call, {part: draw(BATCH, 2, n, 9 if part != "v" else 21) for part in "qkv"}
+
+
+def moved(n, draw):
+    def call(given):
+        q, k, v, w, beta = (given[part] for part in ("q", "k", "v", "w", "beta"))
+        return path.causal(q, k, v, unit(w), beta.sigmoid())
+
+    return call, {part: draw(BATCH, 2, n, 19) for part in "qkvw"} | {"beta": draw(BATCH, 2, n)}
 
 
 def quantized(n, draw):
@@ -50,12 +71,12 @@ def quantized(n, draw):
 
 # By family of kernels: names and widths of rows of ops/families.py, or functions; decode kernels run whole models.
 CALLS = {
-    "linear": (("linear", (37, 21)),),
+    "linear": (("linear", (37, 21)), ("powered", powered)),
     "gated": (("delta-channel", (37, 21)),),
     "general": (("general-channel", (37, 21)),),
     "convolution": (("convolution", (37, 4)),),
     "scan": (("diagonal", (37, 1)), ("selective", (37, 5))),
-    "pattern": (("pattern", pattern),),
+    "pattern": (("pattern", pattern), ("moved", moved)),
     "quantized": (("quantized", quantized),),
 }
 

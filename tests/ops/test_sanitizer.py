@@ -21,6 +21,8 @@ BATTERY = tuple(
         "ops/test_op_laws",
         "ops/test_tiles",
         "ops/test_chosen",
+        "ops/test_polynomial_op",
+        "attention/test_path",
     )
 )
 
