@@ -6,7 +6,7 @@
 For each student it prints the loss after each stage, and that of the same architecture trained from scratch on as many
 tokens as the student. The share recovered is that of the gap between ``linear`` trained from scratch on all tokens and
 the teacher. A second run resumes the first. ``--size`` chooses width, depth and steps; ``large`` has 10 million weights
-and takes about an hour of one core with ``--precision bf16``.
+and takes one to two hours of one core with ``--precision bf16``.
 """
 
 import argparse
