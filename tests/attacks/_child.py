@@ -1,6 +1,6 @@
-"""Cases that run in a child process, as many as there are at once, since what goes wrong in them can end a process.
+"""Run cases one after the other in a child process, since a case can crash it.
 
-Where one ends it, that is the failure of that case, and another process goes on with the next.
+A crash is the failure of its case, and a new process runs the remaining ones.
 """
 
 import functools

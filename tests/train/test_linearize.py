@@ -112,7 +112,7 @@ class TestCarriedOver:
         assert chosen.converted == (0, 2)
         own, given = student_of(one, chosen).state_dict(), one.state_dict()
         assert all(torch.equal(own[name], given[name]) for name in given if "blocks.1." in name)
-        with pytest.raises(ValueError, match="no softmax layer 1 to keep; the teacher's are 0, 2"):
+        with pytest.raises(ValueError, match="layer 1 cannot be kept; the softmax layers are 0, 2"):
             plan(one, "linear", kept=[1])
 
     def test_the_rest_is_copied_and_drawn_by_the_seed(self):
@@ -396,7 +396,7 @@ class TestEncoders:
         (teacher, {}, {"positions": 64}, "positions=64 requires an encoder .*This Decoder has"),
         (teacher, {}, {"keep": 3}, "keep=3 must be less than the 3 layers"),
         (teacher, {}, {"keep": 1, "layer_steps": 0}, "which layer_steps=0 leaves out"),
-        (teacher, {}, {"keep_layers": (3,)}, "no softmax layer 3 to keep; the teacher's are 0, 1, 2"),
+        (teacher, {}, {"keep_layers": (3,)}, "layer 3 cannot be kept; the softmax layers are 0, 1, 2"),
         (teacher, {}, {"text": 1.5}, "text=1.5 must be in"),
         (teacher, {}, {"layer_steps": -1}, "layer_steps=-1 must not be negative"),
     ],

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch._guards import detect_fake_mode
 
-SHORT = 64
+SHORT = 64  # elements of a tensor that is as fast to make as to look up
 
 # Nothing is ever dropped: a CUDA graph reads its constants at the same addresses in each replay. The mode is that of
 # fake tensors, which are valid in their mode alone.

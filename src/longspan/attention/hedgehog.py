@@ -15,7 +15,7 @@ from ..ops.tensors import merge, per_root, positions, split, upcast_half, with_o
 from .base import Attention
 
 BLOCK = 32  # fewest queries that read a window together
-CACHED = 2**20  # scores that are computed at once
+CACHED = 2**20  # scores of windows computed together, so that they fit into the cache
 
 
 class HedgehogState(NamedTuple):

@@ -68,7 +68,7 @@ def plan(teacher: Decoder | Encoder, attention: str, kept: Collection[int] = (),
     if len(given) > len(able):
         raise ValueError(f"attention={attention!r} has {len(given)} specs, more than the {len(able)} softmax layers")
     if odd := [i for i in kept if i not in able]:
-        raise ValueError(f"there is no softmax layer {odd[0]} to keep; the teacher's are {', '.join(map(str, able))}")
+        raise ValueError(f"layer {odd[0]} cannot be kept; the softmax layers are {', '.join(map(str, able))}")
     wanted = {i: given[n % len(given)] for n, i in enumerate(able) if i not in kept}
     fitted = {i: _fitted(text, able[i], i) for i, text in wanted.items() if text != KEPT}
     specs = tuple(fitted.get(i, layer.spec) for i, layer in enumerate(layers))

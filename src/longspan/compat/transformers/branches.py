@@ -117,7 +117,7 @@ def _convolve(row: Row, conv: nn.Conv1d, at: int, *, linear: bool = False) -> tu
 
 
 def _project(row: Row, *maps: Any) -> list[int]:
-    """Project the input of the branch -> the places of the results; without an order of their own they are adjacent."""
+    """Project the input of the branch -> the places of the results, which are adjacent unless a map reorders them."""
     parts: list[list[Any]] = [list(m.maps) if isinstance(m, Reordered) else [m] for m in maps]
     places, found = iter(row.project(*itertools.chain(*parts))), []
     for m, own in zip(maps, parts, strict=True):

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..._utils.constants import constant
 from .. import gated
-from ..backends import choose_backend, resolve_backend
+from ..backends import choose_backend
 from ..gated.decays import LOWEST
 from ..operands import materialize_neg, transformed, zero_masked
 from ..segments import borders_of
@@ -170,8 +170,7 @@ def attend(
 def read(q: Tensor, sums: Tensor, kernel: Kernel) -> Tensor:
     """Read the sums (B,H,F,E+1) over all keys with queries (B,H,N,D) -> (B,H,N,E) in the dtype of the sums."""
     with torch.autocast(q.device.type, enabled=False):
-        prefer = "torch" if products.why_not(q, sums) else "native"
-        run = _products(resolve_backend(OP, SERVED, prefer))
+        run = _products(choose_backend(OP, SERVED, {"native": products.why_not(q, sums)}))
         tables, none = kernel.tables(q), sums[:, :, :0]
 
         def found(q: Tensor, sums: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ def rows(weight: Packed, begin: int, end: int) -> Tensor:
 
 
 def part(weight: Packed, begin: int, end: int) -> Packed:
-    """Return rows of a weight as a weight of its own, which shares their memory; ``begin`` is a multiple of 16."""
+    """Return rows of a weight as a view, a packed weight on the same memory; ``begin`` is a multiple of 16."""
     size = GROUP if weight.format in PACKED else 1
     quants, scales, factors = (t[begin // size : -(-end // size)] for t in weight[:3])
     return Packed(quants, scales, factors, weight.format, end - begin, weight.inputs)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..backends import choose_backend, select_backend
+from ..backends import choose_backend
 from ..custom_ops import contiguous_like, operation
 from ..native import call
 from ..native.build.openmp import threads
@@ -17,7 +17,7 @@ from ..operands import contiguous, materialize_neg, transformed
 from ..tensors import per_root, upcast_half
 
 CHUNK = 64  # tokens whose maps are one product
-OP, UNIT = "attention over moved keys", "pattern/moved"
+OP, SERVED, UNIT = "attention over moved keys", ("reference", "torch", "native"), "pattern/moved"
 
 
 class Past(NamedTuple):
@@ -39,15 +39,18 @@ class _Chunks(NamedTuple):
 
 
 def causal(q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor) -> Tensor:
-    """Return the output of ``attend`` without earlier tokens. In C++, maps move queries, and memory is O(N)."""
+    """Return the output (B,H,N,E) of ``attend`` without earlier tokens.
+
+    The kernels move queries in place of keys, in O(N) memory. Raises ValueError if a forced backend cannot serve it.
+    """
     q, k, v, w, beta = materialize_neg(q, k, v, w, beta)
     why_not = call.unreadable(q, k, v, w, beta)
     if any(t.dtype == torch.float64 for t in (q, k, v, w, beta)):
         why_not = why_not or "they take float32 and bfloat16"
     why_not = why_not or ("" if q.numel() and q.shape[2] > CHUNK else f"there are at most {CHUNK} tokens")
     why_not = why_not or ("" if call.available(UNIT) else "they could not be compiled")
-    if choose_backend(OP, ("reference", "torch", "native"), {"native": why_not}) != "native":
-        return attend(q, k, v, w, beta)[0]
+    if (backend := choose_backend(OP, SERVED, {"native": why_not})) != "native":
+        return _attend(q, k, v, w, beta, None, backend)[0]
     n, e = q.shape[2], v.shape[3]
     with torch.autocast(q.device.type, enabled=False):
         parts = _chunks(q, k, v, w, beta, CHUNK)
@@ -89,7 +92,14 @@ def attend(
     References:
         Yang et al. 2025 (2505.16381), eqs. 2 to 6; Joffrain et al. 2006 for the products (UT transform).
     """
-    chunk = 1 if select_backend(OP, ("reference", "torch", "native")) == "reference" else CHUNK
+    backend = choose_backend(OP, SERVED, {"native": "they do not return keys"})
+    return _attend(q, k, v, w, beta, past, backend)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, w: Tensor, beta: Tensor, past: Past | None, backend: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    chunk = 1 if backend == "reference" else CHUNK
     n, earlier = q.shape[2], 0 if past is None else past.keys.shape[2]
     with torch.autocast(q.device.type, enabled=False):
         parts = _chunks(q, k, v, w, beta, min(chunk, n))
