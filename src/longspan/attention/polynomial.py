@@ -93,8 +93,7 @@ class Polynomial(Attention[PolynomialState | ContextSums]):
     def attend(
         self, x: Tensor, state: PolynomialState | ContextSums | None, **given: Unpack[AllArguments]
     ) -> tuple[Tensor, PolynomialState | ContextSums | None]:
-        q = self._scaled(self.query(x))
-        kernel = self.kernel
+        kernel, q = self.kernel, self._scaled(self.query(x))
 
         def attend(
             q: Tensor, k: Tensor, v: Tensor, *, before: PolynomialState | None = None, **options: Any
