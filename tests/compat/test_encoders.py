@@ -215,7 +215,7 @@ def test_linearize_a_folder(tmp_path, capsys):
     # A checkpoint is a teacher, too, and its tokenizer must be that of the tokens.
     again = ["linearize", str(tmp_path / "run/model"), *command[2:-1]]
     assert main([*again, str(tmp_path / "more"), "--keep-layers", "0", "--attention", "linear"]) == 2
-    assert "no softmax layer 0 to keep; the teacher's are 1" in capsys.readouterr().err
+    assert "layer 0 cannot be kept; the softmax layers are 1" in capsys.readouterr().err
     other = tmp_path / "other.json"
     other.write_text(tokenizer(WORDS[:-1]))
     assert main(["tokenize", str(text), "--tokenizer", str(other), "--out", str(tmp_path / "tokens")]) == 0
