@@ -80,14 +80,16 @@ def _block(q: Tensor, at: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _forward(r: Sticks) -> tuple[Tensor, Tensor]:
-    out, none = _shapes(r)
-    _run("longspan_stick_forward", r, r.q, r.k, r.v, out)
-    return out, none
+    out, exact = _shapes(r)
+    wide = out if out.dtype == torch.float32 else exact
+    _run("longspan_stick_forward", r, r.q, r.k, r.v, wide)
+    return out if wide is out else out.copy_(exact), exact
 
 
-def _backward(r: Sticks, grad: Tensor, out: Tensor, none: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(r: Sticks, grad: Tensor, out: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (r.q, r.k, r.v))
-    _run("longspan_stick_backward", r, r.q, r.k, r.v, out, grad, dq, dk, dv)
+    wide = out if out.dtype == torch.float32 else exact
+    _run("longspan_stick_backward", r, r.q, r.k, r.v, wide, grad, dq, dk, dv)
     return dq, dk, dv
 
 
@@ -100,13 +102,18 @@ def _run(name: str, r: Sticks, *tensors: Tensor) -> None:
 
 
 def _shapes(r: Sticks) -> tuple[Tensor, Tensor]:
-    return r.v.new_empty(*r.q.shape[:3], r.v.shape[-1]), r.q.new_empty(0)
+    return _with_exact(r.v.new_empty(*r.q.shape[:3], r.v.shape[-1]))
 
 
 def _plain(r: Sticks) -> tuple[Tensor, Tensor]:
     n, m = r.q.shape[2], r.k.shape[2]
     at = torch.arange(m - n, m, device=r.q.device).expand(len(r.q), -1)
-    return _block(r.q, at, r.k, r.v), r.q.new_zeros(0)
+    return _with_exact(_block(r.q, at, r.k, r.v))
+
+
+def _with_exact(out: Tensor) -> tuple[Tensor, Tensor]:
+    """An output, and if it is rounded its float32 form, since gradients are differences of sums of it."""
+    return out, out.new_empty(0) if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
 
 
 _attend = operation("stick_breaking", Sticks, _forward, shapes=_shapes, again=_plain, inputs=3, backward=_backward)

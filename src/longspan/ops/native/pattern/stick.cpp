@@ -47,7 +47,7 @@ template <class T>
 struct Forward {
     Stick<T> stick;
     Tensor<const T> v;
-    Tensor<T> out;
+    Tensor<float> out;
 
     long units() const { return stick.sizes.batch * stick.sizes.heads * stick.blocks(); }
     long scratch() const { return TILE * (3 * stick.sizes.kp() + 2 * stick.sizes.vp() + 2 * TILE + 1); }
@@ -74,7 +74,7 @@ struct Forward {
                 for (long j = 0; j < width; j += W) store(x + i * TILE + j, weight_of(load(x + i * TILE + j)));
             gemm<true>(at.rows, vp, cols, x, TILE, 1, value, vp, sum, vp);
         }
-        write(sum, vp, Rows<T>(out, batch, head), at.begin, at.rows, sizes.values);
+        write(sum, vp, Rows<float>(out, batch, head), at.begin, at.rows, sizes.values);
     }
 };
 
@@ -82,7 +82,8 @@ struct Forward {
 template <class T>
 struct Backward {
     Stick<T> stick;
-    Tensor<const T> v, out, grad;
+    Tensor<const T> v, grad;
+    Tensor<const float> out;
     Tensor<T> dq, dk, dv;
 
     long units() const { return stick.sizes.batch * stick.sizes.groups; }
@@ -115,7 +116,7 @@ struct Backward {
         read(Rows<const T>(stick.q, batch, head), at.begin, at.rows, sizes.keys, query, kp);
         scale_rows(query, at.rows, kp, stick.scale);
         read(Rows<const T>(grad, batch, head), at.begin, at.rows, sizes.values, up, vp);
-        read(Rows<const T>(out, batch, head), at.begin, at.rows, sizes.values, output, vp);
+        read(Rows<const float>(out, batch, head), at.begin, at.rows, sizes.values, output, vp);
         for (long i = 0; i < at.rows; ++i) left[i] = ::sum(dot_lanes(up + i * vp, output + i * vp, vp));
         std::memset(sum, 0, sizeof(float) * at.rows * kp);
         std::memset(used, 0, sizeof(float) * TILE);
@@ -152,21 +153,21 @@ struct Backward {
 
 }  // namespace
 
-// sizes: B, key heads, heads, N, D, E, M. q (B,H,N,D), the last N of M tokens, k (B,G,M,D), v (B,G,M,E), out (B,H,N,E), of
-// type 0 float or 1 bfloat16, with 4 strides each, in this order. Returns 0, or 1 if memory runs out.
-extern "C" int longspan_stick_forward(const void* q, const void* k, const void* v, void* out, const long* strides,
+// sizes: B, key heads, heads, N, D, E, M. q (B,H,N,D), the last N of M tokens, k (B,G,M,D), v (B,G,M,E), of type 0 float or
+// 1 bfloat16, and out (B,H,N,E) float, with 4 strides each, in this order. Returns 0, or 1 if memory runs out.
+extern "C" int longspan_stick_forward(const void* q, const void* k, const void* v, float* out, const long* strides,
                                       const long* sizes, int type, float scale, int threads) {
     const Sizes all{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], 0, sizes[6]};
     const auto pass = [&](auto element) {
         using T = decltype(element);
         const auto read = [&](const void* data, long i) { return Tensor<const T>{static_cast<const T*>(data), strides + 4 * i}; };
-        return each_unit(Forward<T>{{all, read(q, 0), read(k, 1), scale}, read(v, 2), {static_cast<T*>(out), strides + 12}}, threads);
+        return each_unit(Forward<T>{{all, read(q, 0), read(k, 1), scale}, read(v, 2), {out, strides + 12}}, threads);
     };
     return type == 0 ? pass(float{}) : pass(bfloat16{});
 }
 
 // As longspan_stick_forward, which gave out; strides of q, k, v, out, grad, dq, dk, dv.
-extern "C" int longspan_stick_backward(const void* q, const void* k, const void* v, const void* out, const void* grad,
+extern "C" int longspan_stick_backward(const void* q, const void* k, const void* v, const float* out, const void* grad,
                                        void* dq, void* dk, void* dv, const long* strides, const long* sizes, int type,
                                        float scale, int threads) {
     const Sizes all{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], 0, sizes[6]};
@@ -174,8 +175,8 @@ extern "C" int longspan_stick_backward(const void* q, const void* k, const void*
         using T = decltype(element);
         const auto read = [&](const void* data, long i) { return Tensor<const T>{static_cast<const T*>(data), strides + 4 * i}; };
         const auto write = [&](void* data, long i) { return Tensor<T>{static_cast<T*>(data), strides + 4 * i}; };
-        return each_unit(Backward<T>{{all, read(q, 0), read(k, 1), scale}, read(v, 2), read(out, 3), read(grad, 4), write(dq, 5),
-                                     write(dk, 6), write(dv, 7)},
+        return each_unit(Backward<T>{{all, read(q, 0), read(k, 1), scale}, read(v, 2), read(grad, 4), {out, strides + 12},
+                                     write(dq, 5), write(dk, 6), write(dv, 7)},
                          threads);
     };
     return type == 0 ? pass(float{}) : pass(bfloat16{});
