@@ -34,22 +34,29 @@ def test_it_is_its_definition(groups):
     same(module(x)[0], expected, (x, *module.parameters()))
 
 
+# Of outputs and gradients. Those in bfloat16 are rounded once.
+TOLERANCES = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2**-8, 2**-8)}
+
+
 @compiled
+@pytest.mark.parametrize("dtype", TOLERANCES)
 @pytest.mark.parametrize("strength", [0.1, 1.0, 8.0])
 @pytest.mark.parametrize(("n", "m", "groups"), [(150, 150, 3), (77, 201, 1), (1, 70, 3)])
-def test_kernels_are_the_definition(n, m, groups, strength):
+def test_kernels_are_the_definition(n, m, groups, strength, dtype):
     """Also where sticks are used up after a few keys."""
     q, k, v = strength * data(2, 3, n, 5), data(2, groups, m, 5, seed=1), data(2, groups, m, 4, seed=2)
-    wide = [t.requires_grad_() for t in (q, k, v)]
+    near = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+    wide = [t.detach().double().requires_grad_() for t in near]
     with backend("torch"):
         expected = stick_breaking.attend(*wide)
-    near = [t.detach().float().requires_grad_() for t in wide]
     with backend("native"):
         found = stick_breaking.attend(*near)
-    close(found.double(), expected, 1e-5)
-    up = data(*found.shape, seed=4)
-    for a, b in zip(torch.autograd.grad(found, near, up.float()), torch.autograd.grad(expected, wide, up), strict=True):
-        close(a.double(), b, 1e-4)
+    close(found.double(), expected, TOLERANCES[dtype][0])
+    up = data(*found.shape, seed=4).to(dtype)
+    for a, b in zip(
+        torch.autograd.grad(found, near, up), torch.autograd.grad(expected, wide, up.double()), strict=True
+    ):
+        close(a.double(), b, TOLERANCES[dtype][1])
 
 
 @compiled

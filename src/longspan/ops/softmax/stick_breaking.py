@@ -61,7 +61,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, at: Tensor | None = None, *, current
     if backend == "torch" and transformed():
         raise ValueError(f"backend 'torch' cannot serve this call of {OP}: {TRANSFORMED}")
     if backend == "native":
-        return _attend(Sticks(q, k, v, per_root(q.shape[-1])))[0]
+        return _attend(Sticks(q, k, v, per_root(q.shape[-1])))[0].to(v.dtype)
     if at is None:
         at = torch.arange(m - n, m, device=q.device).expand(len(q), -1)
     return by_blocks(_block, q, at, k, v, size=n if backend == "reference" else 0)
@@ -80,16 +80,14 @@ def _block(q: Tensor, at: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _forward(r: Sticks) -> tuple[Tensor, Tensor]:
-    out, exact = _shapes(r)
-    wide = out if out.dtype == torch.float32 else exact
-    _run("longspan_stick_forward", r, r.q, r.k, r.v, wide)
-    return out if wide is out else out.copy_(exact), exact
+    out, none = _shapes(r)
+    _run("longspan_stick_forward", r, r.q, r.k, r.v, out)
+    return out, none
 
 
-def _backward(r: Sticks, grad: Tensor, out: Tensor, exact: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _backward(r: Sticks, grad: Tensor, out: Tensor, none: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (r.q, r.k, r.v))
-    wide = out if out.dtype == torch.float32 else exact
-    _run("longspan_stick_backward", r, r.q, r.k, r.v, wide, grad, dq, dk, dv)
+    _run("longspan_stick_backward", r, r.q, r.k, r.v, out, grad, dq, dk, dv)
     return dq, dk, dv
 
 
@@ -102,18 +100,14 @@ def _run(name: str, r: Sticks, *tensors: Tensor) -> None:
 
 
 def _shapes(r: Sticks) -> tuple[Tensor, Tensor]:
-    return _with_exact(r.v.new_empty(*r.q.shape[:3], r.v.shape[-1]))
+    # In float32 for any operands: gradients are differences of sums of the output.
+    return r.v.new_empty(*r.q.shape[:3], r.v.shape[-1], dtype=torch.float32), r.q.new_empty(0)
 
 
 def _plain(r: Sticks) -> tuple[Tensor, Tensor]:
     n, m = r.q.shape[2], r.k.shape[2]
     at = torch.arange(m - n, m, device=r.q.device).expand(len(r.q), -1)
-    return _with_exact(_block(r.q, at, r.k, r.v))
-
-
-def _with_exact(out: Tensor) -> tuple[Tensor, Tensor]:
-    """An output, and if it is rounded its float32 form, since gradients are differences of sums of it."""
-    return out, out.new_empty(0) if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+    return _block(r.q, at, r.k, r.v).float(), r.q.new_zeros(0)
 
 
 _attend = operation("stick_breaking", Sticks, _forward, shapes=_shapes, again=_plain, inputs=3, backward=_backward)

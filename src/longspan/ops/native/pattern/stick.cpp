@@ -82,8 +82,8 @@ struct Forward {
 template <class T>
 struct Backward {
     Stick<T> stick;
-    Tensor<const T> v, grad;
-    Tensor<const float> out;
+    Tensor<const T> v;
+    Tensor<const float> out, grad;
     Tensor<T> dq, dk, dv;
 
     long units() const { return stick.sizes.batch * stick.sizes.groups; }
@@ -115,7 +115,7 @@ struct Backward {
         float* left = scratch.take(TILE);  // the sum of u over the keys that are not read yet
         read(Rows<const T>(stick.q, batch, head), at.begin, at.rows, sizes.keys, query, kp);
         scale_rows(query, at.rows, kp, stick.scale);
-        read(Rows<const T>(grad, batch, head), at.begin, at.rows, sizes.values, up, vp);
+        read(Rows<const float>(grad, batch, head), at.begin, at.rows, sizes.values, up, vp);
         read(Rows<const float>(out, batch, head), at.begin, at.rows, sizes.values, output, vp);
         for (long i = 0; i < at.rows; ++i) left[i] = ::sum(dot_lanes(up + i * vp, output + i * vp, vp));
         std::memset(sum, 0, sizeof(float) * at.rows * kp);
@@ -166,8 +166,8 @@ extern "C" int longspan_stick_forward(const void* q, const void* k, const void* 
     return type == 0 ? pass(float{}) : pass(bfloat16{});
 }
 
-// As longspan_stick_forward, which gave out; strides of q, k, v, out, grad, dq, dk, dv.
-extern "C" int longspan_stick_backward(const void* q, const void* k, const void* v, const float* out, const void* grad,
+// As longspan_stick_forward, which gave out; grad is float as out is; strides of q, k, v, out, grad, dq, dk, dv.
+extern "C" int longspan_stick_backward(const void* q, const void* k, const void* v, const float* out, const float* grad,
                                        void* dq, void* dk, void* dv, const long* strides, const long* sizes, int type,
                                        float scale, int threads) {
     const Sizes all{sizes[0], sizes[1], sizes[2], sizes[3], sizes[4], sizes[5], 0, sizes[6]};
@@ -175,7 +175,7 @@ extern "C" int longspan_stick_backward(const void* q, const void* k, const void*
         using T = decltype(element);
         const auto read = [&](const void* data, long i) { return Tensor<const T>{static_cast<const T*>(data), strides + 4 * i}; };
         const auto write = [&](void* data, long i) { return Tensor<T>{static_cast<T*>(data), strides + 4 * i}; };
-        return each_unit(Backward<T>{{all, read(q, 0), read(k, 1), scale}, read(v, 2), read(grad, 4), {out, strides + 12},
+        return each_unit(Backward<T>{{all, read(q, 0), read(k, 1), scale}, read(v, 2), {out, strides + 12}, {grad, strides + 16},
                                      write(dq, 5), write(dk, 6), write(dv, 7)},
                          threads);
     };
