@@ -90,15 +90,7 @@ def operand(x, HALF: tl.constexpr):
 
 
 @triton.jit
-def product(
-    x,
-    y,
-    total,
-    FINE_X: tl.constexpr,
-    FINE_Y: tl.constexpr,
-    HALF: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def product(x, y, total, FINE_X: tl.constexpr, FINE_Y: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr):
     """Return total + x y, in float32. FINE_X, FINE_Y: x, y are computed and have more digits than bfloat16."""
     high_x, high_y = operand(x, HALF), operand(y, HALF)
     if HALF and FINE_Y:
