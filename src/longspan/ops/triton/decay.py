@@ -659,9 +659,9 @@ def packed_spans(offsets: Tensor, n: int, span: int) -> tuple[Tensor, Tensor]:
     return torch.stack([begin, stop], 1).clamp(0, n).contiguous(), firsts
 
 
-def forward(state: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(call: Call, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state, the states before all spans, and what each span leaves of a state."""
-    call = Call(q, k, v, *options)
+    q, k, v = call.q, call.k, call.v
     o, wholes = torch.empty_like(v), torch.empty(call.rows, call.spans, dtype=torch.float32, device=v.device)
     starts, end = call.states(k, v, state, wholes, reverse=False)
     blocks, how = call.tiles(values=True)
@@ -670,19 +670,10 @@ def forward(state: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tu
 
 
 def backward(
-    grad: Tensor,
-    grad_end: Tensor,
-    starts: Tensor,
-    wholes: Tensor,
-    decays: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    *options: Any,
+    call: Call, grad: Tensor, grad_end: Tensor, starts: Tensor, wholes: Tensor, decays: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Return the gradients of q, k, v, of log_decay if ``decays``, and of the first state."""
-    call = Call(q, k, v, log_decay, *options)
+    q, k, v, log_decay = call.q, call.k, call.v, call.gates[0]
     ends, first = call.states(q, grad, grad_end, wholes, reverse=True)
 
     dv, (blocks, how) = torch.empty_like(v), call.tiles(values=True)
