@@ -122,8 +122,8 @@ class Compressive(Attention[CompressiveState]):
         stop, memory = self.stop_gradient, None if state is None else state.memory
         call, query = memories.begin(x, memory, mask, segments, stop=stop), self.query(x)
         few = state is not None and x.shape[1] * self.heads < self.dim
-        parts = self.u, self.v, self.key, self.value, self.distance
-        view = memories.view(call, query, *parts, clamp=0, few=few)
+        weights = memories.Weights(self.u, self.v, self.key, self.value, self.distance)
+        view = memories.view(call, query, weights, clamp=0, few=few)
         k, v = (call.together(part, 2) for part in view.project(call.tokens))
         tokens = call.together(call.tokens)
         start = tokens.new_zeros(len(x), dtype=torch.long) if memory is None else memory.position

@@ -123,8 +123,8 @@ class TransformerXL(Attention[Memory]):
         if not self.causal:
             near = _behind(call).clamp(max=self.memory)
         few = state is not None and x.shape[1] * self.heads < self.dim
-        parts = self.u, self.v, self.key, self.value, self.distance
-        view = memories.view(call, self.query(x), *parts, clamp=self.clamp, few=few)
+        weights = memories.Weights(self.u, self.v, self.key, self.value, self.distance)
+        view = memories.view(call, self.query(x), weights, clamp=self.clamp, few=few)
         k, v = (call.together(part, 2) for part in view.project(call.tokens))
         scale = (self.dim // self.heads) ** -0.5
         operands = relative.Operands(view.content, view.position, k, v, view.table, far, near, scale)
