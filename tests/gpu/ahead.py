@@ -30,7 +30,7 @@ class Request(NamedTuple):
     kernel: str
     pointers: dict[str, str]
     constants: dict[str, Any]
-    tuples: dict[str, list[str | int]]
+    tuples: dict[str, list[Any]]
     floats: list[str]
     multiples: list[str]
     capability: int
@@ -56,7 +56,7 @@ def request(
     pointers: Mapping[str, str],
     constants: Mapping[str, Any],
     *,
-    tuples: Mapping[str, Sequence[str | int]] | None = None,
+    tuples: Mapping[str, Sequence[Any]] | None = None,
     floats: Sequence[str] = (),
     multiples: Sequence[str] = ("_b", "_h", "_n"),
     capability: int = 90,
@@ -69,7 +69,8 @@ def request(
         pointers: The type of each pointer, such as ``*bf16``. Pointers are taken as multiples of 16 bytes.
         constants: Values of ``tl.constexpr`` parameters, of integers that are 1 (strides of the last dimension, which
             Triton makes constants) and of pointers that are None.
-        tuples: The elements of parameters that are tuples: names of integers, or their values where these are 1.
+        tuples: The elements of parameters that are tuples: names of integers, or their values where these are 1, types
+            of pointers, None, or further tuples.
         floats: Names of parameters that are float32 numbers. All others are int32.
         multiples: Names, or their ends, of integers known to be multiples of 16, as Triton finds out at each call.
         capability: 80 for sm_80 or 90 for sm_90.
@@ -101,6 +102,18 @@ def compiled_all(requests: Sequence[Request]) -> list[Build]:
     return [Build(**found) for found in json.loads(run.stdout.splitlines()[-1])]
 
 
+def _types(element: Any) -> Any:
+    if isinstance(element, list):
+        return tuple(map(_types, element))
+    return "constexpr" if not isinstance(element, str) else element if element.startswith("*") else "i32"
+
+
+def _leaves(element: Any, place: tuple[int, ...]) -> list[tuple[tuple[int, ...], Any]]:
+    if not isinstance(element, list):
+        return [(place, element)]
+    return [leaf for i, part in enumerate(element) for leaf in _leaves(part, (*place, i))]
+
+
 def _build(wanted: Request) -> Build:
     import triton
     from triton.backends.compiler import GPUTarget
@@ -115,11 +128,12 @@ def _build(wanted: Request) -> Build:
             signature[parameter] = "constexpr"
             continue
         if parameter in wanted.tuples:
-            elements = wanted.tuples[parameter]
-            signature[parameter] = tuple("constexpr" if isinstance(element, int) else "i32" for element in elements)
-            constants |= {(i, j): element for j, element in enumerate(elements) if isinstance(element, int)}
-            divisible = [j for j, element in enumerate(elements) if str(element).endswith(tuple(wanted.multiples))]
-            attributes |= {(i, j): [["tt.divisibility", 16]] for j in divisible}
+            signature[parameter] = _types(wanted.tuples[parameter])
+            for place, element in _leaves(wanted.tuples[parameter], (i,)):
+                if not isinstance(element, str):
+                    constants[place] = element
+                elif element.startswith("*") or element.endswith(tuple(wanted.multiples)):
+                    attributes[place] = [["tt.divisibility", 16]]
             continue
         number = "fp32" if parameter in wanted.floats else "i32"
         signature[parameter] = wanted.pointers.get(parameter, number)

@@ -29,11 +29,10 @@ def wanted(kernel: str, size: int, dtype: torch.dtype, capability: int, *, bare:
     tokens, others = POINTERS[kernel]
     tokens = [*tokens, *(name for name in others if name in TOKENS)]
     pointers = dict.fromkeys(tokens, kind) | {name: "*fp32" for name in others if name not in TOKENS}
-    tuples: dict[str, tuple[str | int, ...]] = {f"{name}_strides": STRIDES for name in tokens}
     constants: dict[str, Any] = linear.constants(kernel, size, size, dtype, capability)
     options = {key: constants.pop(key) for key in ("num_warps", "num_stages")}
     # Not as the interpreter runs them.
-    constants |= {"WIDE": False, "PRECISION": "tf32x3" if dtype == torch.float32 else "ieee"}
+    constants |= {"PRECISION": "tf32x3" if dtype == torch.float32 else "ieee"}
     constants |= {"SPAN": 1024, "MAP": 0}
     if "sums" not in kernel:
         constants["CAUSAL"] = True
@@ -43,27 +42,27 @@ def wanted(kernel: str, size: int, dtype: torch.dtype, capability: int, *, bare:
     elif "rest" in pointers:
         pointers["rest"] = "*bf16"
     edges = {"segments": EDGES["segments"]} if kernel == "grad_sums" else EDGES
-    tuples |= {f"{edge}_strides": ("_b", "_n" if bare else 1) for edge in edges}
+    strides = *(STRIDES for _ in tokens), *(("_b", "_n" if bare else 1) for _ in edges)
     if bare:
         constants |= dict.fromkeys(edges)
     else:
         pointers |= edges
-    how = {"tuples": tuples, "floats": ["eps"], "capability": capability}
+    how = {"tuples": {"strides": strides}, "floats": ["eps"], "capability": capability}
     return request(f"{MODULE}:{kernel}_kernel", pointers, constants, **how, **options)
 
 
 def wanted_prefix(size: int, capability: int, *, reverse: bool) -> Request:
     constants = {"D": size, "E": size, "SPAN": 1024, "BLOCK": linear.PREFIX, "CAUSAL": True, "REVERSE": reverse}
     pointers = dict.fromkeys(("parts", "given", "end"), "*fp32") | {"segments": EDGES["segments"]}
-    tuples = {"given_strides": ("_b", "_h", "_d", 1), "segments_strides": ("_b", 1)}
+    tuples = {"strides": (("_b", "_h", "_d", 1), ("_b", 1))}
     return request(f"{MODULE}:prefix_kernel", pointers, constants, tuples=tuples, capability=capability)
 
 
 def wanted_step(size: int, capability: int) -> Request:
-    constants = linear.step_constants(size, size, "elu") | {"WIDE": False}
+    constants = linear.step_constants(size, size, "elu")
     options = {"num_warps": constants.pop("num_warps")}
-    tuples: dict[str, tuple[str | int, ...]] = {f"{name}_strides": ("_b", "_h", 1) for name in "qkvo"}
-    tuples |= dict.fromkeys(("state_strides", "after_strides"), ("_b", "_h", "_d", 1))
+    head, state = ("_b", "_h", 1), ("_b", "_h", "_d", 1)
+    tuples = {"strides": (head, head, head, state, state, head)}
     pointers = dict.fromkeys("qkvo", "*bf16") | dict.fromkeys(("state", "after"), "*fp32")
     how = {"tuples": tuples, "floats": ["eps"], "capability": capability}
     return request(f"{MODULE}:step_kernel", pointers, constants, **how, **options)

@@ -141,9 +141,10 @@ def test_kernels_compile_without_spilling(capability):
     """For contiguous operands of 16 bytes, loads are wide: no scalar loads but those of borders."""
     module = "longspan.ops.triton.convolution"
     marks = {"ids": "*i64", "offsets": "*i32"}
-    data = dict.fromkeys(("x", "weight", "bias", "state"), "*bf16")
+    data = dict.fromkeys(("x", "state"), "*bf16")
     options = {"SILU": True, "C": 64}
-    tuples = {"x_strides": ("_b", "_n", 1), "sizes": ("tokens", "channels", "rows", "sequences")}
+    tuples = {"sizes": ("tokens", "channels", "rows", "sequences"), "taps": ("*bf16", "*bf16")}
+    token = ("_b", "_n", 1)
     more = {"grad": "*bf16", "after": "*bf16"}
     requests = []
     for taps, kind in ((4, "offsets"), (8, "ids")):
@@ -151,15 +152,15 @@ def test_kernels_compile_without_spilling(capability):
         forward, backward = common | {"T": 32}, common | {"T": 16 if taps > 4 else 32}
         given = data | {kind: marks[kind]}
         for name, pointers, constants, strides, warps in (
-            ("forward", given | {"y": "*bf16"}, forward, ("y",), 4),
-            ("backward", given | more | {"dx": "*bf16", "sums": "*fp32"}, backward, ("grad", "dx"), 8),
+            ("forward", given | {"y": "*bf16"}, forward, (token, token), 4),
+            ("backward", given | more | {"dx": "*bf16", "sums": "*fp32"}, backward, (token, token, token), 8),
         ):
             requests.append(
                 request(
                     f"{module}:{name}",
                     pointers,
                     constants,
-                    tuples=tuples | {f"{name}_strides": ("_b", "_n", 1) for name in strides},
+                    tuples=tuples | {"strides": strides},
                     multiples=("_b", "_n", "channels"),
                     capability=capability,
                     num_warps=warps,
@@ -168,19 +169,17 @@ def test_kernels_compile_without_spilling(capability):
     constants = options | {"T": 8, "ids": None}
     states = {"x": "*bf16", "state": "*fp32", "offsets": marks["offsets"]}
     starts = data | states | {"grad": "*bf16", "after": "*fp32", "first": "*fp32"}
-    grads = {"grad_strides": ("_b", "_n", 1)}
-    for name, pointers, left_out, strides in (
-        ("ends", states | {"last": "*fp32"}, ("SILU",), {}),
-        ("starts", starts, (), grads),
+    for name, pointers, left_out, more in (
+        ("ends", states | {"last": "*fp32"}, ("SILU",), {"sizes": tuples["sizes"], "x_strides": token}),
+        ("starts", starts, (), tuples | {"strides": (token, token)}),
     ):
         chosen = {key: value for key, value in constants.items() if key not in left_out}
         chosen |= {} if name == "ends" else {"K": 4}
-        how = {"tuples": tuples | strides, "capability": capability, "num_warps": 4}
+        how = {"tuples": more, "capability": capability, "num_warps": 4}
         requests.append(request(f"{module}:{name}", pointers, chosen, **how))
-    strides = {"x_strides": ("_b", 1), "weight_strides": ("_c", 1)}
-    strides |= {f"{name}_strides": ("_b", "_r", 1) for name in ("state", "after")}
-    pointers, constants = data | {"y": "*bf16", "after": "*bf16"}, options | {"K": 4, "R": 4, "C": 128, "bias_c": 1}
-    how = {"tuples": strides, "capability": capability, "num_warps": 4}
+    strides = ("_b", 1), ("_b", "_r", 1), ("_b", "_r", 1), ("_c", 1), 1
+    pointers, constants = data | {"y": "*bf16", "after": "*bf16"}, options | {"K": 4, "R": 4, "C": 128}
+    how = {"tuples": {"strides": strides, "taps": tuples["taps"]}, "capability": capability, "num_warps": 4}
     requests.append(request(f"{module}:step", pointers, constants, **how))
     for built in compiled_all(requests):
         assert built.stack <= 64, built.kernel

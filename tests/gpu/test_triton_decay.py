@@ -106,20 +106,23 @@ def built(dtype, size, capability):
     after = block if size <= 64 else 32
     requests = []
 
-    def add(name, pointers, states, *, keys=False, none=(), **constants):
-        tile = {"C": 32 if wide else 64, "SPAN": 256, "FINE": "tf32x3" if wide else "tf32", "WIDE": False}
+    def add(name, pointers, states, *, keys=False, **constants):
+        tile = {"C": 32 if wide else 64, "SPAN": 256, "FINE": "tf32x3" if wide else "tf32"}
         tile |= {"BD": min(size, after) if keys else size, "BE": size if keys else min(size, block)}
         if name != "sums_kernel":
             tile["PRECISION"] = "tf32x3" if wide else "ieee"
-        tuples = {f"{p}s": ("s_b", "s_h", "s_n", 1) for p in constants.pop("strided")} | {"gs": ("s_b", "s_h", 1)}
-        tuples["sizes"] = ("n", "H", "R", "D", "E", "NP")
-        nothing = dict.fromkeys(("mask", "segments", "table", *none))
-        types = dict.fromkeys(pointers, pointer) | dict.fromkeys(("decay", *states), "*fp32")
+        strides = *(("s_b", "s_h", "s_n", 1) for _ in pointers), ("s_b", "s_h", 1)
+        tuples = {"strides": strides, "sizes": ("n", "H", "R", "D", "E", "NP"), "gates": ("*fp32", None, None, None)}
+        if name == "sums_kernel":
+            constants["unit"] = None
+        else:
+            tuples["units"] = (None, None)
+        types = dict.fromkeys(pointers, pointer) | dict.fromkeys(states, "*fp32")
         requests.append(
             request(
                 f"longspan.ops.triton.decay:{name}",
                 types,
-                tile | nothing | constants,
+                tile | constants,
                 tuples=tuples,
                 floats=["scale"],
                 multiples=("s_b", "s_h", "s_n", "D", "E"),
@@ -129,15 +132,12 @@ def built(dtype, size, capability):
             )
         )
 
-    units = ("unit_q", "unit_k")
     for reverse in (False, True):
-        add("sums_kernel", "xy", ("sums", "wholes"), none=("unit",), REVERSE=reverse, strided="xy")
-    add("outputs_kernel", "qkvo", ("starts",), none=units, strided="qkvo")
-    add("values_backward_kernel", ("q", "k", "grad", "dv"), ("ends",), none=units, strided=("q", "k", "o", "dv"))
+        add("sums_kernel", "xy", ("sums", "wholes"), REVERSE=reverse)
+    add("outputs_kernel", "qkvo", ("starts",))
+    add("values_backward_kernel", ("q", "k", "grad", "dv"), ("ends",))
     for name, into, states in (("keys", "dk", "ends"), ("queries", "dq", "starts")):
-        pointers, strided = ("q", "k", "v", "grad", into), ("q", "k", "v", "o", f"{into}")
-        given = ("ddecay", states, "ahead")
-        add(f"{name}_backward_kernel", pointers, given, keys=True, none=units, strided=strided)
+        add(f"{name}_backward_kernel", ("q", "k", "v", "grad", into), ("ddecay", states, "ahead"), keys=True)
     return compiled_all(requests)
 
 

@@ -126,9 +126,10 @@ def test_kernels_compile_for_both_generations_of_cards():
     for capability in (80, 90):
         for channels in (64, 128):
             tile = delta.tiles(channels, channels)
-            constants = {"DELTA": True, "DECAY": 2, "TURNS": 0, "BC": 64, "BD": 64, "TWO": channels > 64, "share": 1}
+            constants = {"DELTA": True, "DECAY": 2, "TURNS": 0, "BC": 64, "BD": 64, "TWO": channels > 64}
             constants |= {"BE": tile.value_block, "PREC": "tf32x3"}
             how = {"multiples": ["width", "channels", "size"], "capability": capability}
+            how |= {"tuples": {"sizes": ("chunks", "width", "channels", "size", 1)}}
             how |= {"num_warps": tile.warps, "num_stages": tile.stages}
             for name, pointers in (("forward_kernel", first), ("backward_kernel", second)):
                 kernel, types = f"longspan.ops.triton.delta:{name}", dict.fromkeys(pointers, "*fp32")

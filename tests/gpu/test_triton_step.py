@@ -40,14 +40,14 @@ def test_an_older_triton_serves_no_call(monkeypatch):
 @pytest.mark.full
 def test_builds_fit_a_gpu():
     """In one pass: no registers spill for heads of up to 256 channels."""
-    tuples = {f"{name}s": ("s_b", "s_h", 1) for name in "qkvg"}
-    tuples |= {"bs": ("s_b", "s_h"), "ss": ("s_b", "s_h", "s_d", 1)}
+    strides = *(("s_b", "s_h", 1) for _ in "qkvg"), ("s_b", "s_h"), ("s_b", "s_h", "s_d", 1)
+    tuples = {"strides": strides, "sizes": ("H", "R", "D", "E")}
     pointers = dict.fromkeys(("q", "k", "v", "out"), "*bf16") | dict.fromkeys(("state", "decay", "beta"), "*fp32")
     requests = [
         request(
             "longspan.ops.triton.gated_step:step_kernel",
             pointers | {"after": "*fp32"},
-            {"CHANNELS": True, "NORMALIZE": True, "DONATE": True, "WIDE": False, "BD": size, "BE": 2048 // size},
+            {"CHANNELS": True, "NORMALIZE": True, "DONATE": True, "BD": size, "BE": 2048 // size},
             tuples=tuples,
             floats=["scale"],
             multiples=("s_b", "s_h", "s_d", "D", "E"),

@@ -67,7 +67,8 @@ def test_blocks_are_the_definition(back, ahead, groups, monkeypatch):
     found = []
     for name in ("torch", "reference"):
         with longspan.backend(name):
-            y = relative.attend(*operands[:4], table, far, near, back=back, ahead=ahead, scale=0.5)
+            given = relative.Operands(*operands[:4], table, far, near, 0.5)
+            y = relative.attend(given, back=back, ahead=ahead)
         found.append([y, *torch.autograd.grad(y.square().sum(), operands)])
     torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)
 
@@ -86,7 +87,8 @@ def test_a_long_sequence_takes_memory_for_its_windows_alone():
 
     far = torch.arange(n)[None].clamp(max=back)
     with Sizes():
-        y = relative.attend(q, q, q, q, lambda a, b: data(1, a - b + 1, 2), far, back=back, scale=1.0)
+        given = relative.Operands(q, q, q, q, lambda a, b: data(1, a - b + 1, 2), far, None, 1.0)
+        y = relative.attend(given, back=back)
         y.sum().backward()
     assert max(sizes) < 8 * n * 16
 

@@ -15,7 +15,7 @@ from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import fit, streaming_eval, tbptt
-from longspan.train.evaluate import total
+from longspan.train.evaluate import Share, total
 from longspan.train.objectives import Streams
 from support.runs import trained
 from training_process import tiny, weights
@@ -205,7 +205,7 @@ class TestEvaluation:
         model, dataset = Decoder(XL).double(), data.load(text, LENGTH)
         stream = Stream(dataset, "train")
         for rows, examples in ((1, 0), (4, 0), (3, 50)):
-            found = streaming_eval.carried(model, dataset, "train", rows, examples)
+            found = streaming_eval.carried(model, dataset, "train", rows, Share(examples))
             nats, count = 0.0, 0
             model.eval()
             for part in streaming_eval.stretches(stream.count, rows, examples or stream.count):
@@ -222,8 +222,8 @@ class TestEvaluation:
     def test_the_ranks_shares_make_the_whole(self, text):
         torch.manual_seed(0)
         model, dataset = Decoder(XL).double(), data.load(text, LENGTH)
-        whole = streaming_eval.carried(model, dataset, "train", 7, 60)
-        shares = sum(streaming_eval.carried(model, dataset, "train", 7, 60, rank, 3) for rank in range(3))
+        whole = streaming_eval.carried(model, dataset, "train", 7, Share(60))
+        shares = sum(streaming_eval.carried(model, dataset, "train", 7, Share(60, rank, 3)) for rank in range(3))
         torch.testing.assert_close(shares, whole)
 
     @pytest.mark.parametrize("stride", [1, 4, LENGTH])

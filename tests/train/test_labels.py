@@ -14,7 +14,7 @@ from longspan.cli.entry import main
 from longspan.models.config import EncoderConfig
 from longspan.models.encoder import Encoder
 from longspan.train import TrainConfig, fit, objectives
-from longspan.train.evaluate import classified
+from longspan.train.evaluate import Share, classified
 from training_process import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -119,7 +119,7 @@ class TestTraining:
     def test_an_evaluation_does_not_depend_on_batches_and_ranks(self):
         model, found = made(), data.load("labels:majority")
         whole = classified(model, found, "test", 64)
-        parts = [classified(model, found, "test", 5, rank=rank, world=3) for rank in range(3)]
+        parts = [classified(model, found, "test", 5, Share(rank=rank, world=3)) for rank in range(3)]
         torch.testing.assert_close(sum(parts), whole)
         tokens, mask, labels = found.take("test", torch.arange(found.count("test")))
         logits = model(tokens, mask=mask)

@@ -14,7 +14,7 @@ from longspan.models import checkpoint
 from longspan.models.config import Seq2SeqConfig
 from longspan.models.seq2seq import Seq2Seq
 from longspan.train import TrainConfig, fit, loop, objectives
-from longspan.train.evaluate import evaluate_seq2seq
+from longspan.train.evaluate import Share, evaluate_seq2seq
 from support.runs import rows
 from training_process import TINY, tiny
 
@@ -162,7 +162,7 @@ class TestEvaluation:
     def test_beams_find_at_least_as_likely_targets(self, dataset):
         """As wide a beam as the tree finds the likeliest one, so that it is exact where that is the true one."""
         model = build(smoothing=0.0)
-        found = evaluate_seq2seq(model, dataset, "test", 2, 4, beams=300)
+        found = evaluate_seq2seq(model, dataset, "test", 2, Share(4), beams=300)
         exact = 0
         count = dataset.count("test")
         for i in [j * count // 4 for j in range(4)]:
@@ -187,8 +187,8 @@ class TestEvaluation:
 
     def test_the_ranks_shares_make_the_whole(self, dataset):
         model = build()
-        parts = [evaluate_seq2seq(model, dataset, "test", 5, 4, rank, 3) for rank in range(3)]
-        torch.testing.assert_close(sum(parts), evaluate_seq2seq(model, dataset, "test", 5, 4), rtol=1e-6, atol=0)
+        parts = [evaluate_seq2seq(model, dataset, "test", 5, Share(4, rank, 3)) for rank in range(3)]
+        torch.testing.assert_close(sum(parts), evaluate_seq2seq(model, dataset, "test", 5, Share(4)), rtol=1e-6, atol=0)
 
     @pytest.mark.parametrize("training", [True, False])
     def test_dropout_is_off_and_the_mode_as_before(self, dataset, training):
@@ -213,7 +213,7 @@ class TestRuns:
         result = fit(SMALL, tiny(tmp_path, data=file, steps=3), progress=False)
         model = longspan.load(tmp_path / "run")
         for split in ("validation", "test"):
-            nats, tokens, exact, pairs = evaluate_seq2seq(model, dataset, split, 64, 7).tolist()
+            nats, tokens, exact, pairs = evaluate_seq2seq(model, dataset, split, 64, Share(7)).tolist()
             assert result.bits[split] == pytest.approx(nats / tokens / math.log(2), rel=1e-6)
             assert (result.exact[split], result.examples[split]) == (exact / pairs, pairs)
 

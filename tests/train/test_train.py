@@ -15,7 +15,7 @@ from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import TrainConfig, bits, fit, loop, objectives, rate
 from longspan.train.config import step_seed
-from longspan.train.evaluate import default_batch_size, total
+from longspan.train.evaluate import Share, default_batch_size, total
 from longspan.train.report import COLUMNS, _short
 from training_process import TINY, best_at, checkpoints, tiny, weights
 
@@ -91,8 +91,8 @@ class TestBits:
         assert bits(model, digits, "test", examples=3) == pytest.approx(-chances.mean().item() / math.log(2))
 
     def test_the_ranks_shares_make_the_whole(self, model, digits):
-        parts = [total(model, digits, "test", 5, 11, rank, 3) for rank in range(3)]
-        torch.testing.assert_close(sum(parts), total(model, digits, "test", 5, 11), rtol=1e-6, atol=0)
+        parts = [total(model, digits, "test", 5, Share(11, rank, 3)) for rank in range(3)]
+        torch.testing.assert_close(sum(parts), total(model, digits, "test", 5, Share(11)), rtol=1e-6, atol=0)
 
     @pytest.mark.parametrize("training", [True, False])
     def test_dropout_is_off_and_the_mode_as_before(self, model, digits, training):

@@ -122,8 +122,8 @@ class Compressive(Attention[CompressiveState]):
         stop, memory = self.stop_gradient, None if state is None else state.memory
         call, query = memories.begin(x, memory, mask, segments, stop=stop), self.query(x)
         few = state is not None and x.shape[1] * self.heads < self.dim
-        parts = self.u, self.v, self.key, self.value, self.distance
-        view = memories.view(call, query, *parts, clamp=0, few=few)
+        weights = memories.Weights(self.u, self.v, self.key, self.value, self.distance)
+        view = memories.view(call, query, weights, clamp=0, few=few)
         k, v = (call.together(part, 2) for part in view.project(call.tokens))
         tokens = call.together(call.tokens)
         start = tokens.new_zeros(len(x), dtype=torch.long) if memory is None else memory.position
@@ -140,18 +140,8 @@ class Compressive(Attention[CompressiveState]):
             entries = torch.cat([earlier.to(entries.dtype), entries], 1)
         far = call.at - gone(call.at, self.memory, self.rate) * self.rate
         past, size = self._past(call, runs, *view.project(entries)), self.dim // self.heads
-        o = relative.attend(
-            view.content,
-            view.position,
-            k,
-            v,
-            view.table,
-            far,
-            back=self.slots,
-            scale=size**-0.5,
-            older=past,
-            farthest=self.slots + self.compressed,
-        )
+        operands = relative.Operands(view.content, view.position, k, v, view.table, far, None, size**-0.5)
+        o = relative.attend(operands, back=self.slots, older=past, farthest=self.slots + self.compressed)
         if state is not None:
             memory = memories.end(call, state.memory, segments, stop=stop)
             read = torch.full_like(start, x.shape[1]) if mask is None else mask.sum(1)

@@ -123,12 +123,7 @@ class DSA(Cached[DSAState]):
         return y, state
 
     def _run(
-        self,
-        x: Tensor,
-        state: DSAState | None,
-        real: Tensor | None,
-        donate: bool,
-        losses: list[Loss] | None = None,
+        self, x: Tensor, state: DSAState | None, real: Tensor | None, donate: bool, losses: list[Loss] | None = None
     ) -> tuple[Tensor, DSAState | None]:
         at, _ = positions(x, state and state.past.length)
         (q, k, v), (asks, offers, weights) = self._projected(x, at, real)

@@ -188,13 +188,7 @@ class Infini(Attention[InfiniState]):
         return rows.pick(o, phase + torch.arange(n, device=q.device), 2), sums, own
 
     def _packed(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: InfiniState | None,
-        mask: Tensor | None,
-        segments: Tensor,
+        self, q: Tensor, k: Tensor, v: Tensor, state: InfiniState | None, mask: Tensor | None, segments: Tensor
     ) -> tuple[Tensor, InfiniState | None]:
         """Packed sequences: the first continues the state, the last one produces the next state."""
         if state is None:

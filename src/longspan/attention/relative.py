@@ -91,7 +91,8 @@ class Relative(Attention[KeyValues]):
         at = torch.arange(n, device=k.device)[None]
         near = None if self.causal else n - 1 - at
         ahead, scale = (0 if self.causal else n), (self.dim // self.heads) ** -0.5
-        return relative.attend(content, position, k, v, self._table, at, near, back=n, ahead=ahead, scale=scale)
+        operands = relative.Operands(content, position, k, v, self._table, at, near, scale)
+        return relative.attend(operands, back=n, ahead=ahead)
 
     def _apart(self, position: Tensor, at: Tensor, places: Tensor) -> Tensor:
         """The distance terms of queries at positions (B,N) and keys at places (B,M): (B,H,N,M)."""

@@ -157,13 +157,7 @@ class RFA(Attention[RFAState | GatedState | ContextSums]):
         return self._parts(self.key(x)), split(self.value(x), self.heads)
 
     def _gated(
-        self,
-        logit: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: GatedState | None,
-        given: SequenceArguments,
+        self, logit: Tensor, q: Tensor, k: Tensor, v: Tensor, state: GatedState | None, given: SequenceArguments
     ) -> tuple[Tensor, GatedState | None]:
         mask, segments, record = given.get("mask"), given.get("segments"), given.get("record")
         logit = upcast_half(logit).clamp(max=MOST)  # (B,N,H)

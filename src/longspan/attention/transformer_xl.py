@@ -123,15 +123,16 @@ class TransformerXL(Attention[Memory]):
         if not self.causal:
             near = _behind(call).clamp(max=self.memory)
         few = state is not None and x.shape[1] * self.heads < self.dim
-        parts = self.u, self.v, self.key, self.value, self.distance
-        view = memories.view(call, self.query(x), *parts, clamp=self.clamp, few=few)
+        weights = memories.Weights(self.u, self.v, self.key, self.value, self.distance)
+        view = memories.view(call, self.query(x), weights, clamp=self.clamp, few=few)
         k, v = (call.together(part, 2) for part in view.project(call.tokens))
-        operands, scale = (view.content, view.position, k, v, view.table), (self.dim // self.heads) ** -0.5
+        scale = (self.dim // self.heads) ** -0.5
+        operands = relative.Operands(view.content, view.position, k, v, view.table, far, near, scale)
         if record is not None:
-            _, p, allowed = relative.dense(*operands, far, near, scale=scale)
+            _, p, allowed = relative.dense(operands)
             record.update(mask=rows.spread(allowed, mask), matrix=rows.spread(p, mask))
         ahead = 0 if self.causal else self.memory
-        o = relative.attend(*operands, far, near, back=self.slots, ahead=ahead, scale=scale)
+        o = relative.attend(operands, back=self.slots, ahead=ahead)
         if state is not None:
             state = memories.end(call, state, segments, stop=self.stop_gradient)
         return self.out(rows.scatter_back(mask, merge(view.after(o)))), state

@@ -195,9 +195,10 @@ def _along(args, model, data) -> int:
 
     from .._utils.progress import track
     from ..train import streaming_eval
+    from ..train.evaluate import Share
 
     rows = args.batch or streaming_eval.rows(data, args.split, args.examples)
-    ways: dict = {"stream": lambda: streaming_eval.carried(model, data, args.split, rows, args.examples, track=track)}
+    ways: dict = {"stream": lambda: streaming_eval.carried(model, data, args.split, rows, Share(args.examples), track)}
     ways["sliding"] = lambda: streaming_eval.sliding(
         model, data, args.split, args.sliding, rows, args.examples, track=track
     )
@@ -235,17 +236,14 @@ def _classified(args, model, data) -> int:
     import torch
 
     from .._utils.progress import track
-    from ..train.evaluate import classified, default_batch_size
+    from ..train.evaluate import Share, classified, default_batch_size
 
     count = min(args.examples or data.count(args.split), data.count(args.split))
-    parts, sums = -(-count // (args.batch or default_batch_size(data.length))), []
+    batch = args.batch or default_batch_size(data.length)
+    parts, sums = -(-count // batch), []
     try:
         for i in track(range(parts), parts, "batches"):
-            sums.append(
-                classified(
-                    model, data, args.split, args.batch or default_batch_size(data.length), args.examples, i, parts
-                )
-            )
+            sums.append(classified(model, data, args.split, batch, Share(args.examples, i, parts)))
     except KeyboardInterrupt as error:
         if not sums:
             raise
@@ -266,7 +264,7 @@ def _classified(args, model, data) -> int:
 def _bits(model, data, split: str, batch: int, examples: int = 0, segments: bool = False) -> dict:
     from .._utils.progress import track
     from ..train import streaming_eval, tbptt
-    from ..train.evaluate import total
+    from ..train.evaluate import Share, total
 
     if segments:
         tbptt.check_segments(model.config)
@@ -281,7 +279,7 @@ def _bits(model, data, split: str, batch: int, examples: int = 0, segments: bool
     try:
         # Every parts-th example from the i-th on: at most ``batch`` of them, so that the bar can move after each call.
         for i in track(range(parts), parts, "batches"):
-            sums.append(sums_of(model, data, split, batch, examples, i, parts).tolist())
+            sums.append(sums_of(model, data, split, batch, Share(examples, i, parts)).tolist())
     except KeyboardInterrupt as error:
         if not sums:
             raise

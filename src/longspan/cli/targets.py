@@ -151,7 +151,7 @@ def _sums(model: Any, data: Any, args: Any, batch: int, beams: int) -> list[floa
     Raises Interrupted, with the exact match so far in its message.
     """
     from .._utils.progress import track
-    from ..train.evaluate import evaluate_seq2seq
+    from ..train.evaluate import Share, evaluate_seq2seq
 
     count = min(args.examples or data.count(args.split), data.count(args.split))
     parts, sums = -(-count // batch), []
@@ -159,7 +159,9 @@ def _sums(model: Any, data: Any, args: Any, batch: int, beams: int) -> list[floa
     try:
         # Every parts-th pair from the i-th on: at most ``batch`` of them, so that the bar can move after each call.
         for i in track(range(parts), parts, f"{beams} beams" if beams else "batches"):
-            sums.append(evaluate_seq2seq(model, data, args.split, batch, args.examples, i, parts, **options).tolist())
+            sums.append(
+                evaluate_seq2seq(model, data, args.split, batch, Share(args.examples, i, parts), **options).tolist()
+            )
     except KeyboardInterrupt as error:
         if not sums:
             raise

@@ -22,7 +22,7 @@ from ..models import checkpoint, quantization
 from ..train import Made, Result, train_job
 from ..train import run_dir as runs
 from ..train.config import TrainConfig, refuse_new_model
-from ..train.evaluate import chosen_examples, default_batch_size, evaluating
+from ..train.evaluate import Share, default_batch_size, evaluating
 from ..train.objectives import Loss, Objective
 from .completions import Batch, Completions, load
 from .tuned import METHODS, FinetuneConfig, Tuned, adapted, can_pack, start_of
@@ -69,7 +69,7 @@ class CompletionLoss(Objective):
     @torch.no_grad()
     def sums(self, model: Tuned, split: str, rank: int = 0, world: int = 1) -> Tensor:
         data = self.dataset
-        rows = chosen_examples(data.count(split), self.run.evaluate_examples, rank, world)
+        rows = Share(self.run.evaluate_examples, rank, world).chosen(data.count(split))
         nats = 0.0
         with evaluating(model):
             for part in rows.split(default_batch_size(data.length, data.vocab)):

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..data import Dataset, Tokens, tokenization
 from ..models.decoder import Decoder
 from ..models.encoder import Encoder
-from ..train.evaluate import chosen_examples, default_batch_size, evaluating, total
+from ..train.evaluate import Share, default_batch_size, evaluating, total
 
 SHORTEST = 16  # fewest tokens of a text that an encoder reads in training
 BLOCK = 12_800  # tokens of an encoder's batch in an evaluation
@@ -49,13 +49,13 @@ class NextTokens:
 
     def read(self, split: str, examples: int) -> Iterator[Tensor]:
         """What the models read in an evaluation on evenly spaced examples (0: all), batch by batch."""
-        rows = chosen_examples(self.data.count(split), examples, 0, 1)
+        rows = Share(examples).chosen(self.data.count(split))
         for part in rows.split(default_batch_size(self.data.length, self.data.vocab)):
             yield self.inputs(self.data.take(split, part))
 
     def sums(self, model: Decoder, split: str, examples: int) -> Tensor:
         """Sums over an evaluation, (2,) float64, of which ``loss`` is made."""
-        return total(model, self.data, split, default_batch_size(self.data.length, self.data.vocab), examples)
+        return total(model, self.data, split, default_batch_size(self.data.length, self.data.vocab), Share(examples))
 
     def loss(self, sums: Tensor) -> float:
         """The loss of sums."""
@@ -123,7 +123,7 @@ class Embeddings:
 
     def read(self, split: str, examples: int) -> Iterator[Tensor]:
         """Each length has an equal share of the examples' tokens."""
-        rows = chosen_examples(self.data.count(split), examples, 0, 1)
+        rows = Share(examples).chosen(self.data.count(split))
         for number in range(len(self.sizes)):
             for part in rows[number :: len(self.sizes)].split(max(1, BLOCK // self.data.length)):
                 if len(part):

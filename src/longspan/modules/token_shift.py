@@ -13,12 +13,7 @@ def shift_start(like: Tensor, batch: int, channels: int) -> Tensor:
 
 
 def shift(
-    x: Tensor,
-    last: Tensor,
-    *,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    donate: bool = False,
+    x: Tensor, last: Tensor, *, mask: Tensor | None = None, segments: Tensor | None = None, donate: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return the token before each token, and the last token.
 

@@ -133,11 +133,7 @@ class AdapterRoutes:
     """
 
     def __init__(
-        self,
-        store: StateAdapters,
-        *,
-        model: str,
-        body: Callable[[Request, Callable[[Any], Any]], Awaitable[Any]],
+        self, store: StateAdapters, *, model: str, body: Callable[[Request, Callable[[Any], Any]], Awaitable[Any]]
     ):
         self.store, self.model, self.body = store, model, body
         self.routes = [

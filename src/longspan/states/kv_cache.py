@@ -134,11 +134,9 @@ def view(
     causal: bool,
     context: Tensor | None = None,
     context_mask: Tensor | None = None,
-    mask: Tensor | None = None,
-    segments: Tensor | None = None,
-    prefix: Tensor | None = None,
     record: dict[str, Any] | None = None,
     donate: bool = False,
+    **given: Unpack[Visible],
 ) -> tuple[CacheView, KeyValues | CachedContext | None]:
     """Return what the queries of x may see, and the next state.
 
@@ -155,7 +153,6 @@ def view(
     if isinstance(state, CachedContext):
         found = state.view()
     else:
-        given: Visible = {"mask": mask, "segments": segments, "prefix": prefix}
         found, state = continued(*project(x), state, causal=causal, donate=donate, **given)
     if record is not None:
         record["mask"] = found.allowed(x.shape[1])

@@ -75,29 +75,27 @@ def end(call: MemoryCall, memory: Memory, segments: Tensor | None, *, stop: bool
     return Memory(hidden, positions(call.at, memory.position, mask=call.mask, segments=segments)[1])
 
 
-def view(
-    call: MemoryCall,
-    q: Tensor,
-    u: Tensor,
-    v: Tensor,
-    key: nn.Module,
-    value: nn.Module,
-    distance: nn.Module,
-    *,
-    clamp: int,
-    few: bool,
-) -> MemoryView:
+class Weights(NamedTuple):
+    """What a mechanism with relative positions has besides its queries. The maps are dim -> dim, without bias."""
+
+    u: Tensor  # (H,D) bias of the content term
+    v: Tensor  # (H,D) bias of the position term
+    key: nn.Module
+    value: nn.Module
+    distance: nn.Module
+
+
+def view(call: MemoryCall, q: Tensor, weights: Weights, *, clamp: int, few: bool) -> MemoryView:
     """Combine queries with their biases, and choose how keys, values and distances are projected.
 
     Args:
         call: The tokens.
         q: (B,N,H*D) queries in the order of the call.
-        u: (H,D) bias of the content term.
-        v: (H,D) bias of the position term.
-        key, value, distance: Linear maps dim -> dim without bias.
+        weights: Biases and linear maps.
         clamp: The largest distance that is distinguished; 0: all.
         few: Absorb the maps into the queries, which is cheaper for few queries. Only plain linear maps are absorbed.
     """
+    u, v, key, value, distance = weights
     heads, dim = u.shape[0], q.shape[-1]
     q = split(call.together(q), heads)
     content, position = q + u[:, None], q + v[:, None]

@@ -3,6 +3,7 @@
 import contextlib
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,22 @@ from ..models.decoder import Decoder
 from ..models.encoder import Encoder
 from ..models.seq2seq import Seq2Seq
 from .sequence import Rows
+
+
+class Share(NamedTuple):
+    """The examples that one process scores: every ``world``-th of ``examples`` evenly spaced ones."""
+
+    examples: int = 0  # 0: the whole split
+    rank: int = 0
+    world: int = 1
+
+    def chosen(self, count: int) -> Tensor:
+        """Return the indices among ``count`` examples."""
+        chosen = min(self.examples or count, count)
+        return (torch.arange(chosen) * count).div(max(1, chosen), rounding_mode="floor")[self.rank :: self.world]
+
+
+WHOLE = Share()
 
 
 def bits(model: Decoder, dataset: Dataset | Tokens, split: str, batch: int = 64, *, examples: int = 0) -> float:
@@ -39,7 +56,7 @@ def bits(model: Decoder, dataset: Dataset | Tokens, split: str, batch: int = 64,
     """
     if batch < 1:
         raise ValueError(f"batch={batch}: must be >= 1")
-    nats, tokens = total(model, dataset, split, batch, examples).tolist()
+    nats, tokens = total(model, dataset, split, batch, Share(examples)).tolist()
     if not tokens:
         raise ValueError(f"split {split!r} of {dataset.name} has no examples")
     return nats / tokens / math.log(2)
@@ -47,25 +64,18 @@ def bits(model: Decoder, dataset: Dataset | Tokens, split: str, batch: int = 64,
 
 @torch.no_grad()
 def total(
-    model: Decoder,
-    dataset: Dataset | Tokens,
-    split: str,
-    batch: int,
-    examples: int = 0,
-    rank: int = 0,
-    world: int = 1,
-    rows: Rows | None = None,
+    model: Decoder, dataset: Dataset | Tokens, split: str, batch: int, share: Share = WHOLE, rows: Rows | None = None
 ) -> Tensor:
-    """Negative log-likelihood in nats and number of tokens, (2,) float64, over the examples of ``rank``.
+    """Negative log-likelihood in nats and number of tokens, (2,) float64, over the examples of a share.
 
     ``rows``: the processes that share each example, each of which counts its own tokens; None: this one alone.
     """
     rows = rows or Rows()
-    indices = chosen_examples(dataset.count(split), examples, rank, world)
+    indices = share.chosen(dataset.count(split))
     counted = 0
     with evaluating(model), rows.shared(model):
         nats = torch.zeros((), dtype=torch.float64, device=model.device)
-        for part, own in _batches(indices, batch, dataset.count(split), examples, world, is_sharded(model)):
+        for part, own in _batches(indices, batch, dataset.count(split), share, is_sharded(model)):
             tokens = dataset.take(split, part).to(model.device)
             outputs, _ = model(rows.part(model.shift(tokens)))
             targets = rows.part(tokens)
@@ -80,19 +90,17 @@ def evaluate_seq2seq(
     dataset: Pairs,
     split: str,
     batch: int,
-    examples: int = 0,
-    rank: int = 0,
-    world: int = 1,
+    share: Share = WHOLE,
     *,
     beams: int = 0,
     length_penalty: float = 0.0,
 ) -> Tensor:
-    """Negative log-likelihood in nats, tokens, exact targets and pairs, (4,) float64, over the pairs of ``rank``.
+    """Negative log-likelihood in nats, tokens, exact targets and pairs, (4,) float64, over the pairs of a share.
 
     A target is exact if all tokens match, including the stop token, by greedy decoding or by a beam search with
     ``beams`` beams.
     """
-    indices = chosen_examples(dataset.count(split), examples, rank, world)
+    indices = share.chosen(dataset.count(split))
     with evaluating(model):
         sums = torch.zeros(3, dtype=torch.float64, device=model.device)
         for part in indices.split(batch):
@@ -106,15 +114,13 @@ def evaluate_seq2seq(
 
 
 @torch.no_grad()
-def classified(
-    model: Encoder, dataset: Labeled, split: str, batch: int, examples: int = 0, rank: int = 0, world: int = 1
-) -> Tensor:
-    """Cross-entropy in nats, correct labels and texts, (3,) float64, over the texts of ``rank``."""
-    indices = chosen_examples(dataset.count(split), examples, rank, world)
+def classified(model: Encoder, dataset: Labeled, split: str, batch: int, share: Share = WHOLE) -> Tensor:
+    """Cross-entropy in nats, correct labels and texts, (3,) float64, over the texts of a share."""
+    indices = share.chosen(dataset.count(split))
     device = next(model.parameters()).device
     with evaluating(model):
         sums = torch.zeros(2, dtype=torch.float64, device=device)
-        for part, own in _batches(indices, batch, dataset.count(split), examples, world, is_sharded(model)):
+        for part, own in _batches(indices, batch, dataset.count(split), share, is_sharded(model)):
             tokens, mask, labels = (t.to(device) for t in dataset.take(split, part))
             logits, labels = model(tokens, mask=mask)[:own].double(), labels[:own]
             right = (logits.argmax(-1) == labels).sum().double()
@@ -138,15 +144,7 @@ def _written(model: Seq2Seq, pairs: Batch, stop: int, beams: int, length_penalty
     return F.pad(found, (0, pairs.target.shape[1] - found.shape[1]), value=stop)
 
 
-def chosen_examples(count: int, examples: int, rank: int, world: int) -> Tensor:
-    """The indices of ``rank`` among ``examples`` evenly spaced examples (0: all)."""
-    chosen = min(examples or count, count)
-    return (torch.arange(chosen) * count).div(max(1, chosen), rounding_mode="floor")[rank::world]
-
-
-def _batches(
-    indices: Tensor, batch: int, count: int, examples: int, world: int, together: bool
-) -> Iterator[tuple[Tensor, int]]:
+def _batches(indices: Tensor, batch: int, count: int, share: Share, together: bool) -> Iterator[tuple[Tensor, int]]:
     """Parts of ``indices`` with at most ``batch`` examples, and how many of each count.
 
     With ``together`` all processes get as many parts, since they run a sharded model together: a process without an
@@ -154,7 +152,7 @@ def _batches(
     """
     parts = list(indices.split(batch)) if len(indices) else []
     yield from ((part, len(part)) for part in parts)
-    most = -(-len(chosen_examples(count, examples, 0, world)) // batch) if together else 0
+    most = -(-len(share._replace(rank=0).chosen(count)) // batch) if together else 0
     yield from [(torch.zeros(1, dtype=torch.long), 0)] * (most - len(parts))
 
 

@@ -30,7 +30,7 @@ from ..ops.tensors import upcast_half
 from . import streaming_eval
 from .auxiliary import Auxiliary
 from .config import TrainConfig
-from .evaluate import classified, default_batch_size, evaluate_seq2seq, total
+from .evaluate import Share, classified, default_batch_size, evaluate_seq2seq, total
 from .learned import learned
 from .sequence import Rows
 from .tbptt import Carry
@@ -225,7 +225,7 @@ class NextToken(Objective):
     def sums(self, model: Decoder, split: str, rank: int = 0, world: int = 1) -> Tensor:
         data = self.dataset
         batch = default_batch_size(data.length, data.vocab)
-        return total(model, data, split, batch, self.run.evaluate_examples, rank, world, rows=self.rows)
+        return total(model, data, split, batch, Share(self.run.evaluate_examples, rank, world), self.rows)
 
     def figures(self, sums: Tensor) -> dict[str, float]:
         nats, tokens = sums.tolist()
@@ -257,9 +257,8 @@ class Segments(NextToken):
     def sums(self, model: Decoder, split: str, rank: int = 0, world: int = 1) -> Tensor:
         data = self.dataset
         batch = default_batch_size(data.length, data.vocab)
-        return streaming_eval.apart(
-            model, data, split, batch, self.run.evaluate_examples, rank, world, shared=self.rows
-        )
+        share = Share(self.run.evaluate_examples, rank, world)
+        return streaming_eval.apart(model, data, split, batch, share, self.rows)
 
 
 class Streams(NextToken):
@@ -313,9 +312,9 @@ class Streams(NextToken):
         self.carry, self.saved = None, state["leaves"]
 
     def sums(self, model: Decoder, split: str, rank: int = 0, world: int = 1) -> Tensor:
-        examples = self.run.evaluate_examples
-        rows = streaming_eval.rows(self.dataset, split, examples)
-        return streaming_eval.carried(model, self.dataset, split, rows, examples, rank, world)
+        share = Share(self.run.evaluate_examples, rank, world)
+        rows = streaming_eval.rows(self.dataset, split, share.examples)
+        return streaming_eval.carried(model, self.dataset, split, rows, share)
 
 
 class Target(Objective):
@@ -351,9 +350,8 @@ class Target(Objective):
 
     def sums(self, model: Seq2Seq, split: str, rank: int = 0, world: int = 1) -> Tensor:
         data = self.dataset
-        return evaluate_seq2seq(
-            model, data, split, default_batch_size(data.length), self.run.evaluate_examples, rank, world
-        )
+        share = Share(self.run.evaluate_examples, rank, world)
+        return evaluate_seq2seq(model, data, split, default_batch_size(data.length), share)
 
     def figures(self, sums: Tensor) -> dict[str, float]:
         nats, tokens, exact, pairs = sums.tolist()
@@ -382,7 +380,8 @@ class Labels(Objective):
 
     def sums(self, model: Encoder, split: str, rank: int = 0, world: int = 1) -> Tensor:
         data = self.dataset
-        return classified(model, data, split, default_batch_size(data.length), self.run.evaluate_examples, rank, world)
+        share = Share(self.run.evaluate_examples, rank, world)
+        return classified(model, data, split, default_batch_size(data.length), share)
 
     def figures(self, sums: Tensor) -> dict[str, float]:
         nats, right, texts = sums.tolist()

@@ -11,7 +11,7 @@ from ..data.streams import Stream, stretches
 from ..models.decoder import Decoder
 from ..states.utils import select
 from . import tbptt
-from .evaluate import chosen_examples, default_batch_size, evaluating
+from .evaluate import WHOLE, Share, default_batch_size, evaluating
 from .sequence import Rows
 
 Track = Callable[[Iterable[Any], int, str], Iterable[Any]]
@@ -29,15 +29,13 @@ def carried(
     dataset: Dataset | Tokens,
     split: str,
     rows: int,
-    examples: int = 0,
-    rank: int = 0,
-    world: int = 1,
+    share: Share = WHOLE,
     track: Track = lambda items, total, label: items,
 ) -> Tensor:
-    """Score a text with carried states, over the rows of ``rank``.
+    """Score a text with carried states, over the rows of a share.
 
-    The split is cut into ``rows`` stretches of whole windows, of which about ``examples`` are read (0: all). A row
-    starts with a fresh state and carries it from window to window; a new document resets it. Each token is computed
+    The split is cut into ``rows`` stretches of whole windows, of which about ``share.examples`` are read (0: all). A
+    row starts with a fresh state and carries it from window to window; a new document resets it. Each token is computed
     once, with all the context in the state (Dai et al. 2019, section 3.2).
 
     Returns:
@@ -49,7 +47,7 @@ def carried(
     tbptt.check(model.config)
     stream = Stream(dataset, split)
     # The longest first, so that the rows still being read are a prefix.
-    parts = sorted(_stretches(stream, rows, examples)[rank::world], key=len, reverse=True)
+    parts = sorted(_stretches(stream, rows, share.examples)[share.rank :: share.world], key=len, reverse=True)
     nats, tokens, state = torch.zeros((), dtype=torch.float64, device=model.device), 0, None
     steps = len(parts[0]) if parts else 0
     with evaluating(model):
@@ -116,14 +114,7 @@ def sliding(
 
 @torch.no_grad()
 def apart(
-    model: Decoder,
-    dataset: Dataset | Tokens,
-    split: str,
-    batch: int,
-    examples: int = 0,
-    rank: int = 0,
-    world: int = 1,
-    shared: Rows | None = None,
+    model: Decoder, dataset: Dataset | Tokens, split: str, batch: int, share: Share = WHOLE, shared: Rows | None = None
 ) -> Tensor:
     """Score the disjoint windows of a split independently, with the documents of a window kept apart.
 
@@ -132,10 +123,10 @@ def apart(
     ``shared``: the processes that share each window, each of which counts its own tokens; None: this one alone.
 
     Returns:
-        Negative log-likelihood in nats and number of tokens, (2,) float64, over the windows of ``rank``.
+        Negative log-likelihood in nats and number of tokens, (2,) float64, over the windows of a share.
     """
     stream, shared, counted = Stream(dataset, split), shared or Rows(), 0
-    indices = chosen_examples(stream.count, examples, rank, world)
+    indices = share.chosen(stream.count)
     nats = torch.zeros((), dtype=torch.float64, device=model.device)
     with evaluating(model), shared.shared(model):
         for part in indices.split(batch):

@@ -14,7 +14,7 @@ from longspan.data.order import batch_indices
 from longspan.models.decoder import Decoder
 from longspan.ops.buffers import reuse_pages
 from longspan.train import TrainConfig, objectives, streaming_eval
-from longspan.train.evaluate import default_batch_size, total
+from longspan.train.evaluate import Share, default_batch_size, total
 
 from .._utils import palette, plot_labels, plots
 from .._utils.tables import Table
@@ -229,9 +229,9 @@ def held_out(settings: Settings, name: str, model: Model, dataset: Dataset, spli
     if FAMILIES[name].stream:
         rows = streaming_eval.rows(dataset, split, examples)
         # The LSTM of ``families`` is called as a decoder is.
-        nats = streaming_eval.carried(cast(Decoder, model), dataset, split, rows, examples)
+        nats = streaming_eval.carried(cast(Decoder, model), dataset, split, rows, Share(examples))
     else:
-        nats = total(cast(Decoder, model), dataset, split, default_batch_size(dataset.length), examples)
+        nats = total(cast(Decoder, model), dataset, split, default_batch_size(dataset.length), Share(examples))
     return float(nats[0] / nats[1]) / math.log(2)
 
 

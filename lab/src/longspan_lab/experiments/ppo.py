@@ -117,11 +117,7 @@ def objective(agent: Agent, rollout: Rollout, advantage: Tensor, learning: Learn
 
 
 def learn(
-    agent: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    rollout: Rollout,
-    learning: Learning,
-    generator: torch.Generator,
+    agent: nn.Module, optimizer: torch.optim.Optimizer, rollout: Rollout, learning: Learning, generator: torch.Generator
 ) -> None:
     """Make all updates from one rollout. Its initial state stays fixed while the weights change."""
     advantage = advantages(rollout, learning.discount, learning.trace)

@@ -14,7 +14,7 @@ from longspan import data
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import TrainConfig, streaming_eval
-from longspan.train.evaluate import default_batch_size, total
+from longspan.train.evaluate import Share, default_batch_size, total
 from longspan.train.learned import history
 
 from .._utils.tables import Table
@@ -111,11 +111,11 @@ def measure(settings: Settings, point: Row, place: Place) -> Row:
     chosen = settings.tests
     rows = streaming_eval.rows(dataset, "test", chosen)
     ways: dict[str, Callable[[], torch.Tensor]] = {
-        "alone": lambda: total(model, dataset, "test", default_batch_size(dataset.length), chosen),
+        "alone": lambda: total(model, dataset, "test", default_batch_size(dataset.length), Share(chosen)),
         "sliding": lambda: streaming_eval.sliding(model, dataset, "test", settings.stride, rows, chosen, place.track),
     }
     if kind in STREAMS:
-        ways["carried"] = lambda: streaming_eval.carried(model, dataset, "test", rows, chosen, track=place.track)
+        ways["carried"] = lambda: streaming_eval.carried(model, dataset, "test", rows, Share(chosen), place.track)
     recorded = history(folder)
     spans = [z for _, heads in recorded[-1]["spans"] for z in heads] if recorded else None
     return {

@@ -58,13 +58,7 @@ PLACES = ("data", "out")
 
 
 def ship(
-    run: Path,
-    source: str,
-    name: str = "",
-    samples: int = SAMPLES,
-    about: str = "",
-    weights: str = "",
-    **more: Any,
+    run: Path, source: str, name: str = "", samples: int = SAMPLES, about: str = "", weights: str = "", **more: Any
 ) -> dict[str, Any]:
     """Write a run's best checkpoint as the model ``name`` (default: its recipe's) and return the record.
 

@@ -16,11 +16,7 @@ OURS = {"silu": "silu", "swish": "silu"}
 
 
 def convolve(
-    hidden_states: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    **kwargs,
+    hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None, **kwargs
 ) -> Tensor:
     """Replace ``causal_conv1d_fn`` of transformers: each token sees the K - 1 before it, in its own sequence only.
 
@@ -35,11 +31,7 @@ def convolve(
 
 
 def update(
-    hidden_states: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
+    hidden_states: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
 ) -> Tensor:
     """Replace ``causal_conv1d_update`` of transformers: continue the convolution, usually by one token.
 

@@ -27,14 +27,7 @@ class LazyLogits:
         bent: Whether the values stand for the tanh of the logits so far.
     """
 
-    def __init__(
-        self,
-        hidden: Tensor,
-        head: Any,
-        factor: float = 1.0,
-        cap: float | None = None,
-        bent: bool = False,
-    ):
+    def __init__(self, hidden: Tensor, head: Any, factor: float = 1.0, cap: float | None = None, bent: bool = False):
         self.hidden, self.head, self.factor, self.cap, self.bent = hidden, head, factor, cap, bent
 
     @functools.cached_property

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..._utils.spec import known
 from .. import forms
-from ..arguments import check_operands, describe
+from ..arguments import StateOptions, check_operands, describe
 from ..forms import Form, Forms
 from ..operands import check_donation, same_device
 from ..packed import by_sequence, count_states
@@ -83,17 +83,11 @@ def causal_convolution(
         found = forms.step(FORMS, Convolution(x, weight, bias, state, None, None, None, silu), donate)
         if found is not None:
             return found
-    _check(x, weight, bias, state, activation, mask, segments, cu_seqlens)
+    options: StateOptions = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens, "state": state}
+    _check(x, weight, bias, activation, options)
     absent = None if mask is None else ~mask[..., None]
     x = x if absent is None else x.masked_fill(absent, 0.0)
-    y, state = convolve(
-        *(x, weight, bias, state),
-        activation=activation,
-        mask=mask,
-        segments=segments,
-        cu_seqlens=cu_seqlens,
-        donate=donate,
-    )
+    y, state = convolve(x, weight, bias, activation=activation, donate=donate, **options)
     return y if absent is None else y.masked_fill(absent, 0.0), state
 
 
@@ -154,23 +148,13 @@ FORMS = Forms(
 )
 
 
-def _check(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    state: Tensor | None,
-    activation: str | None,
-    mask: Tensor | None,
-    segments: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, options: StateOptions) -> None:
     """Raise ValueError unless the arguments of ``causal_convolution`` fit each other."""
     if activation is not None:
         known(activation, ACTIVATIONS, "activation")
-    shared = {"mask": mask, "segments": segments, "cu_seqlens": cu_seqlens}
-    sizes = check_operands({"x": "B N C", "bias": "C", "mask": "B N"}, "x", x=x, bias=bias, **shared, state=state)
+    sizes = check_operands({"x": "B N C", "bias": "C", "mask": "B N"}, "x", x=x, bias=bias, **options)
     same_device(x=x, weight=weight)
-    channels = sizes["C"]
+    channels, state = sizes["C"], options.get("state")
     if weight.dim() != 2 or len(weight) != channels or not weight.shape[1] or not weight.is_floating_point():
         expected = f"(C, K) = ({channels}, at least 1)"
         raise ValueError(f"weight must be a floating-point tensor {expected}, not {describe(weight)}")

@@ -37,10 +37,10 @@ def _forward(r: Convolution, keeps: bool) -> tuple[Tensor, Tensor]:
     y, end = _result(x), contiguous_like(state)
     weight, bias, state, segments, offsets = contiguous(weight.mT, bias, state, segments, offsets)
     sizes, marks = _sizes(x, state), (segments, offsets)
-    taps = {"K": len(weight), "SILU": silu, "STEPS": _steps(offsets)}
+    how = {"K": len(weight), "SILU": silu, "STEPS": _steps(offsets)}
     with torch.cuda.device_of(x):
         tile, grid = _tile(x, backward=False, taps=len(weight))
-        kernels.forward[grid](x, y, weight, bias, state, *marks, sizes, x.stride(), y.stride(), **taps, **tile)
+        kernels.forward[grid](x, y, (weight, bias), state, *marks, sizes, (x.stride(), y.stride()), **how, **tile)
         if end.numel():
             tile, grid = _state_tile(state)
             kernels.ends[grid](x, state, end, *marks, sizes, x.stride(), **tile)
@@ -56,15 +56,17 @@ def _backward(
     dtype, count = weight.dtype, weight.shape[1]
     dx, first = _result(x), _result(state, memory_format=torch.contiguous_format)
     weight, bias, state, segments, offsets = contiguous(weight.mT, bias, state, segments, offsets)
-    sizes, taps = _sizes(x, state), {"K": count, "SILU": silu}
+    how = {"K": count, "SILU": silu}
     with torch.cuda.device_of(x):
         tile, grid = _tile(x, backward=True, taps=count)
         sums = x.new_empty(grid[0], count + 1, x.shape[2], dtype=torch.float32)
-        operands = grad_end, weight, bias, state, segments, offsets, sizes, x.stride(), grad.stride()
-        kernels.backward[grid](x, grad, dx, sums, *operands, dx.stride(), **taps, STEPS=_steps(offsets), **tile)
+        operands = grad_end, (weight, bias), state, segments, offsets, _sizes(x, state)
+        strides = x.stride(), grad.stride()
+        steps = _steps(offsets)
+        kernels.backward[grid](x, grad, dx, sums, *operands, (*strides, dx.stride()), **how, STEPS=steps, **tile)
         if first.numel():
             tile, grid = _state_tile(state)
-            kernels.starts[grid](x, grad, first, *operands, **taps, **tile)
+            kernels.starts[grid](x, grad, first, *operands, strides, **how, **tile)
     total = sums.sum(0)
     dbias = None if bias is None else total[count].to(bias.dtype, copy=True)
     dweight = total[:count].mT.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -121,8 +123,8 @@ def step(r: Convolution, donate: bool) -> tuple[Tensor, Tensor] | None:
     x_b, _, x_c = x.stride()
     with torch.cuda.device_of(x):
         kernels.step[batch, -(-channels // 128)](
-            *(x, y, weight, bias, state, after, channels, rows),
-            *((x_b, x_c), state.stride(), after.stride(), weight.stride(), 1 if bias is None else bias.stride(0)),
+            *(x, y, (weight, bias), state, after, channels, rows),
+            ((x_b, x_c), state.stride(), after.stride(), weight.stride(), 1 if bias is None else bias.stride(0)),
             K=taps,
             SILU=silu,
             R=_power(max(rows, 1)),

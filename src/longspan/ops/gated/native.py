@@ -37,12 +37,7 @@ def _prepare(r: Recurrence) -> Recurrence:
 
 
 def sequences(
-    family: str,
-    operands: type[R],
-    vectors: int,
-    *,
-    again: Callable[[R], tuple[Tensor, ...]],
-    prepare: Callable[[R], R],
+    family: str, operands: type[R], vectors: int, *, again: Callable[[R], tuple[Tensor, ...]], prepare: Callable[[R], R]
 ) -> Kernel:
     """Return the kernels of a family for whole sequences, as a function of its operands.
 

@@ -41,7 +41,7 @@ def _forward(r: Recurrence, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Tensor
     from ..triton import decay
 
     with torch.cuda.device_of(r.q):
-        return decay.forward(r.state, r.q, r.k, r.v, r.log_decay, *r[6:])
+        return decay.forward(decay.Call(*r[:4], *r[6:]), r.state)
 
 
 def _backward(
@@ -51,7 +51,8 @@ def _backward(
 
     (grad, grad_end), (starts, wholes) = grads, kept
     with torch.cuda.device_of(r.q):
-        dq, dk, dv, ddecay, first = decay.backward(grad, grad_end, starts, wholes, needed[3], *r[:4], *r[6:])
+        call = decay.Call(*r[:4], *r[6:])
+        dq, dk, dv, ddecay, first = decay.backward(call, grad, grad_end, starts, wholes, needed[3])
     return [dq, dk, dv, ddecay, None, first]
 
 

@@ -192,12 +192,7 @@ FORMS = Forms(
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    numerator: tuple[Tensor, Tensor] | None = None,
-    **given: Unpack[LinearCall],
+    q: Tensor, k: Tensor, v: Tensor, *, numerator: tuple[Tensor, Tensor] | None = None, **given: Unpack[LinearCall]
 ) -> tuple[Tensor, Tensor]:
     """``linear_attention`` without checks, on features of queries and keys.
 

@@ -58,7 +58,6 @@ def constants(kernel: str, d: int, e: int, dtype: torch.dtype, capability: int) 
         "BD": blocks["D"],
         "BE": blocks["E"],
         "HALF": dtype == torch.bfloat16,
-        "WIDE": triton.interpreted(),
         "PRECISION": _precision(dtype),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
@@ -73,7 +72,6 @@ def step_constants(d: int, e: int, feature_map: str) -> dict[str, Any]:
         "MAP": MAPS[feature_map],
         "BD": tiles.power_of_two(d),
         "BE": tiles.power_of_two(e),
-        "WIDE": triton.interpreted(),
         "num_warps": 4 if d * e <= 64 * 64 else 8,
     }
 
@@ -115,7 +113,7 @@ def _prefix(
     span = tiles.span(n, batch * heads)
     sizes = {"D": end.shape[-2], "E": end.shape[-1] - 1, "SPAN": span, "BLOCK": PREFIX}
     kernels.prefix_kernel[(-(-size // PREFIX) * batch * heads,)](
-        *(parts, given, end, segments, n, spans, heads, strides, _strides(segments)),
+        *(parts, given, end, segments, n, spans, heads, (strides, _strides(segments))),
         **sizes,
         CAUSAL=causal,
         REVERSE=reverse,
@@ -140,8 +138,8 @@ def _forward(r: LinearOperands, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Te
     edges = _strides(mask), _strides(segments)
     with torch.cuda.device_of(q):
         grid, options = _launch("sums", q, v, pairs, m, feature_map)
-        sizes = (m, spans, heads)
-        kernels.sums_kernel[grid](k, v, starts, mask, segments, *sizes, k.stride(), v.stride(), *edges, **options)
+        strides = k.stride(), v.stride(), *edges
+        kernels.sums_kernel[grid](k, v, starts, mask, segments, m, spans, heads, strides, **options)
         _prefix(starts, state, end, segments, m, causal=causal, reverse=False)
         states = spans
         if not causal:
@@ -149,7 +147,7 @@ def _forward(r: LinearOperands, keeps: bool) -> tuple[Tensor, Tensor, Tensor, Te
         grid, options = _launch("outputs", q, v, pairs, n, feature_map, CAUSAL=causal)
         kernels.outputs_kernel[grid](
             *(q, k, v, o, rest if fine else None, below, starts, mask, segments, n, spans, states, heads, eps),
-            *(q.stride(), k.stride(), v.stride(), o.stride(), *edges),
+            (q.stride(), k.stride(), v.stride(), o.stride(), *edges),
             **options,
         )
     return o, end, below, starts if causal else end.new_empty(batch, heads, 0, _size(q, v)), rest
@@ -174,7 +172,7 @@ def _backward(
         grid, options = _launch("grad_sums", q, v, pairs, n, feature_map)
         kernels.grad_sums_kernel[grid](
             *(q, o, rest if rest.numel() else None, grad, below, weights, ends, segments, n, spans, heads),
-            *(q.stride(), o.stride(), grad.stride(), _strides(segments)),
+            (q.stride(), o.stride(), grad.stride(), _strides(segments)),
             **options,
         )
         _prefix(ends, grad_end, first, segments, n, causal=causal, reverse=True)
@@ -183,7 +181,7 @@ def _backward(
         grid, options = _launch("grad_q", q, v, pairs, n, feature_map, CAUSAL=causal)
         kernels.grad_q_kernel[grid](
             *(*read, starts, dq, mask, segments, n, spans, states, heads),
-            *(*shared, dq.stride(), *edges),
+            (*shared, dq.stride(), *edges),
             **options,
         )
         if not causal:
@@ -191,14 +189,12 @@ def _backward(
         sizes = (m, spans, states, heads)
         grid, options = _launch("grad_k", q, v, pairs, m, feature_map, CAUSAL=causal)
         kernels.grad_k_kernel[grid](
-            *(*read, ends, dk, mask, segments, *sizes),
-            *(*shared, dk.stride(), *edges),
-            **options,
+            *(*read, ends, dk, mask, segments, *sizes, (*shared, dk.stride(), *edges)), **options
         )
         grid, options = _launch("grad_v", q, v, pairs, m, feature_map, CAUSAL=causal)
         kernels.grad_v_kernel[grid](
             *(q, k, grad, below, ends, dv, mask, segments, *sizes),
-            *(q.stride(), k.stride(), grad.stride(), dv.stride(), *edges),
+            (q.stride(), k.stride(), grad.stride(), dv.stride(), *edges),
             **options,
         )
     return [dq, dk, dv, first]
@@ -306,7 +302,7 @@ def _launch_step(q: Tensor, k: Tensor, v: Tensor, state: Tensor, after: Tensor, 
     with torch.cuda.device_of(q):
         kernels.step_kernel[(batch * heads,)](
             *(q, k, v, state, after, o, heads, eps),
-            *(*strides[:3], state.stride(), after.stride(), strides[3]),
+            (*strides[:3], state.stride(), after.stride(), strides[3]),
             **step_constants(d, e, feature_map),
         )
     return o

@@ -47,14 +47,7 @@ def check_allocated(failed: int, what: str = "states") -> None:
         raise MemoryError(f"cannot allocate the {what} of {threads()} threads")
 
 
-def why_not(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    *others: Tensor | None,
-    family: str,
-) -> str:
+def why_not(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, *others: Tensor | None, family: str) -> str:
     """Return why the kernels of a family cannot serve these operands; empty if they can. Compiles on first use."""
     if reason := unreadable(q, k, v, state, *others):
         return reason

@@ -11,13 +11,7 @@ from ..operands import double_backward, materialize_neg, transformed
 
 
 def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | None = None,
-    causal: bool = False,
-    dropout: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False, dropout: float = 0.0
 ) -> Tensor:
     """Return softmax(q k^T / sqrt(D)) v over the allowed keys.
 

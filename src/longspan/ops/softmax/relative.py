@@ -35,49 +35,49 @@ class Older(NamedTuple):
     visible: Tensor  # (B|1,n,P) bool
 
 
+class Operands(NamedTuple):
+    """Operands of attention with relative positions."""
+
+    content: Tensor  # (B,H,N,D), the queries for the content
+    position: Tensor  # (B,H,N,D), the queries for the position
+    k: Tensor  # (B,G,M,D), where G is H or 1
+    v: Tensor  # (B,G,M,E)
+    table: Table  # the vectors of a range of distances
+    far: Tensor  # (B|1,N) int64, the number of keys before its own that each query sees
+    near: Tensor | None  # (B|1,N) int64, the number of keys after its own; None for causal attention
+    scale: float  # multiplies the scores
+
+
 def attend(
-    content: Tensor,
-    position: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Table,
-    far: Tensor,
-    near: Tensor | None = None,
+    r: Operands,
     *,
     back: int,
     ahead: int = 0,
-    scale: float,
     older: Callable[[int, int], Older] | None = None,
     farthest: int = 0,
 ) -> Tensor:
     """Softmax attention with relative positions, block by block. Time and memory grow with N (back + ahead).
 
     Args:
-        content: (B,H,N,D), the queries for the content.
-        position: (B,H,N,D), the queries for the position.
-        k: (B,G,M,D), where G is H or 1.
-        v: (B,G,M,E).
-        table: The vectors of a range of distances.
-        far: (B|1,N) int64, the number of keys before its own that each query sees, at most ``back``.
-        near: (B|1,N) int64, the number of keys after its own, at most ``ahead``. None for causal attention.
+        r: The operands.
         back: The largest value in ``far``.
         ahead: The largest value in ``near``.
-        scale: Multiplies the scores.
         older: ``older(b, e)`` returns further keys of queries b to e - 1.
         farthest: The largest distance of those keys.
 
     Returns:
         (B,H,N,E). The backward pass recomputes each block.
     """
+    content, position, k, v, table, far, near, scale = r
     n, m = content.shape[2], k.shape[2]
     if not n or select_backend(OP) == "reference":
         more = older(0, n) if older is not None else None
-        return dense(content, position, k, v, table, far, near, scale=scale, older=more, farthest=farthest)[0]
+        return dense(r, more, farthest)[0]
     size = min(max(back + ahead, FEWEST), MOST)
     spans = [(b, min(b + size, n)) for b in range(0, n, size)]
     top = max(min(back + size, m) - 1, farthest)
     bottom = -(min(ahead + size, n) - 1) if near is not None else 0
-    r, before = table(top, bottom), m - n
+    vectors, before = table(top, bottom), m - n
 
     def attended(b: int, e: int, older: Older | None) -> Tensor:
         """Queries b to e - 1."""
@@ -87,9 +87,9 @@ def attend(
         first, last = before + e - 1 - low, (before + b - high + 1 if near is not None else 0)
         columns = slice(top - first, top - last + 1)
         if older is None:
-            shifted, more = shift(position[:, :, queries] @ r[:, columns].mT, high - low), None
+            shifted, more = shift(position[:, :, queries] @ vectors[:, columns].mT, high - low), None
         else:
-            products = position[:, :, queries] @ r.mT
+            products = position[:, :, queries] @ vectors.mT
             shifted = shift(products[..., columns], high - low)
             away = (top - older.distance)[:, None].expand(len(content), content.shape[1], -1, -1)
             more = products.gather(-1, away)
@@ -152,27 +152,16 @@ def distances(n: int, m: int, before: int, device: torch.device) -> Tensor:
     return before + torch.arange(n, device=device)[:, None] - torch.arange(m, device=device)
 
 
-def dense(
-    content: Tensor,
-    position: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Table,
-    far: Tensor,
-    near: Tensor | None = None,
-    *,
-    scale: float,
-    older: Older | None = None,
-    farthest: int = 0,
-) -> tuple[Tensor, Tensor, Tensor]:
+def dense(r: Operands, older: Older | None = None, farthest: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     """The definition, pair by pair: -> (B,H,N,E), weights (B,H,N,P+M), which are visible (B|1,1,N,P+M)."""
+    content, position, k, v, table, far, near, scale = r
     n, m = content.shape[2], k.shape[2]
     top, bottom = max(m - 1, farthest, 0), min(1 - n, 0)
-    distance, r = distances(n, m, m - n, k.device), table(top, bottom)
+    distance, vectors = distances(n, m, m - n, k.device), table(top, bottom)
     # (G,n,m,D), and (B,G,n,P,D) below.
-    apart, more = (position[:, :, :, None] * r[:, top - distance]).sum(-1), None
+    apart, more = (position[:, :, :, None] * vectors[:, top - distance]).sum(-1), None
     if older is not None:
-        more = (position[:, :, :, None] * r[:, top - older.distance].movedim(0, 1)).sum(-1)
+        more = (position[:, :, :, None] * vectors[:, top - older.distance].movedim(0, 1)).sum(-1)
     return _read(content, k, v, apart, visible(n, m, m - n, far, near), scale, older, more)
 
 

@@ -18,7 +18,7 @@ def attend(
         out, lse = blockwise.attend(q, k, v, pattern, layer=layer, scale=scale, softcap=softcap)
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in (q, k, v)):
         return out, lse
-    pair = _Attend.apply(q, k, v, out, lse, pattern, layer, scale, softcap)
+    pair = _Attend.apply(q, k, v, out, lse, pattern, {"layer": layer, "scale": scale, "softcap": softcap})
     return cast(tuple[Tensor, Tensor], pair)
 
 
@@ -46,19 +46,10 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        pattern: Pattern,
-        layer: int,
-        scale: float,
-        softcap: float,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: Pattern, options: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.options = pattern, {"layer": layer, "scale": scale, "softcap": softcap}
+        ctx.pattern, ctx.options = pattern, options
         return out.view_as(out), lse.view_as(lse)
 
     @staticmethod
@@ -67,10 +58,9 @@ class _Attend(torch.autograd.Function):
         ctx: Any, grad: Tensor, grad_sums: Tensor
     ) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        pattern, options = ctx.options
         # The gradient of logit ij is p_ij (grad_i . v_j - grad_i . out_i + grad_sums_i). One more channel, 0 in v and 1
         # in out, adds the last term.
         grad = torch.cat([grad, -grad_sums[..., None].to(grad.dtype)], -1)
         out, wider = F.pad(out, (0, 1), value=1.0), F.pad(v, (0, 1))
-        dq, dk, dv = blockwise.backward(grad, q, k, wider, out, lse, pattern, **options)
-        return dq, dk, dv[..., :-1], None, None, None, None, None, None
+        dq, dk, dv = blockwise.backward(grad, q, k, wider, out, lse, ctx.pattern, **ctx.options)
+        return dq, dk, dv[..., :-1], None, None, None, None

@@ -167,14 +167,12 @@ def _outputs(y, y_n, y_c, inputs, taps, sequence, t, channel, sizes, K: tl.const
 def forward(
     x,
     y,
-    weight,
-    bias,
+    taps,
     state,
     ids,
     offsets,
     sizes,
-    x_strides,
-    y_strides,
+    strides,
     STEPS: tl.constexpr,
     K: tl.constexpr,
     SILU: tl.constexpr,
@@ -187,6 +185,7 @@ def forward(
     first = tl.program_id(0) % blocks * T
     t = first + tl.arange(0, T)
     channel = tl.program_id(1) * C + tl.arange(0, C)
+    x_strides, y_strides = strides
     x_b, x_n, x_c = x_strides
     y_b, y_n, y_c = y_strides
     x += b * x_b
@@ -195,11 +194,11 @@ def forward(
         ids += b * sizes[0]
     shared, _ = _shared(ids, offsets, first, sizes, T, K, STEPS)
     if shared:
-        _outputs(y, y_n, y_c, (x, None, ids, x_n, x_c), (weight, bias), None, t, channel, sizes, K, SILU)
+        _outputs(y, y_n, y_c, (x, None, ids, x_n, x_c), taps, None, t, channel, sizes, K, SILU)
     else:
         sequence, owner = _borders(ids, offsets, b, t, sizes, STEPS)
         past = _state(state, owner, sizes)
-        _outputs(y, y_n, y_c, (x, past, ids, x_n, x_c), (weight, bias), sequence, t, channel, sizes, K, SILU)
+        _outputs(y, y_n, y_c, (x, past, ids, x_n, x_c), taps, sequence, t, channel, sizes, K, SILU)
 
 
 @triton.jit
@@ -276,15 +275,12 @@ def backward(
     dx,
     sums,
     after,
-    weight,
-    bias,
+    taps,
     state,
     ids,
     offsets,
     sizes,
-    x_strides,
-    grad_strides,
-    dx_strides,
+    strides,
     STEPS: tl.constexpr,
     K: tl.constexpr,
     SILU: tl.constexpr,
@@ -297,6 +293,7 @@ def backward(
     first = tl.program_id(0) % blocks * T
     t = first + tl.arange(0, T)
     channel = tl.program_id(1) * C + tl.arange(0, C)
+    x_strides, grad_strides, dx_strides = strides
     x_b, x_n, x_c = x_strides
     grad_b, grad_n, grad_c = grad_strides
     dx_b, dx_n, dx_c = dx_strides
@@ -313,7 +310,7 @@ def backward(
             (dx, dx_n, dx_c, sums),
             (x, None, ids, x_n, x_c),
             (grad, None, grad_n, grad_c),
-            (weight, bias),
+            taps,
             None,
             t,
             channel,
@@ -327,7 +324,7 @@ def backward(
             (dx, dx_n, dx_c, sums),
             (x, _state(state, owner, sizes), ids, x_n, x_c),
             (grad, _state(after, owner, sizes), grad_n, grad_c),
-            (weight, bias),
+            taps,
             sequence,
             t,
             channel,
@@ -343,14 +340,12 @@ def starts(
     grad,
     first,
     after,
-    weight,
-    bias,
+    taps,
     state,
     ids,
     offsets,
     sizes,
-    x_strides,
-    grad_strides,
+    strides,
     K: tl.constexpr,
     SILU: tl.constexpr,
     T: tl.constexpr,
@@ -359,6 +354,7 @@ def starts(
     """The gradients of the first states: programs (blocks of S * R rows, blocks of channels)."""
     line = tl.program_id(0) * T + tl.arange(0, T)
     channel = tl.program_id(1) * C + tl.arange(0, C)
+    x_strides, grad_strides = strides
     x_b, x_n, x_c = x_strides
     grad_b, grad_n, grad_c = grad_strides
     real = line < sizes[3] * sizes[2]
@@ -374,7 +370,7 @@ def starts(
     found = _inputs_gradient(
         (x + from_row[:, None] * x_b, _state(state, owner, sizes), ids, x_n, x_c),
         (grad + from_row[:, None] * grad_b, _state(after, owner, sizes), grad_n, grad_c),
-        (weight, bias),
+        taps,
         (start, end, mine, opens, closes),
         start - sizes[2] + row,
         channel,
@@ -390,17 +386,12 @@ def starts(
 def step(
     x,
     y,
-    weight,
-    bias,
+    taps,
     state,
     after,
     channels,
     rows,
-    x_strides,
-    state_strides,
-    after_strides,
-    weight_strides,
-    bias_c,
+    strides,
     K: tl.constexpr,
     SILU: tl.constexpr,
     R: tl.constexpr,
@@ -408,6 +399,7 @@ def step(
 ):
     """One token and its state, which ``after`` may share memory with: programs (B, blocks of channels)."""
     b = tl.program_id(0).to(tl.int64)
+    x_strides, state_strides, after_strides, weight_strides, bias_c = strides
     x_b, x_c = x_strides
     state_b, state_r, state_c = state_strides
     after_b, after_r, after_c = after_strides
@@ -420,14 +412,14 @@ def step(
     tap = row - rows + K - 1
     used = (tap >= 0) & (row < rows)
     weights = tl.load(
-        weight + channel[None, :] * weight_c + tap[:, None] * weight_k, mask=used[:, None] & known[None, :], other=0.0
+        taps[0] + channel[None, :] * weight_c + tap[:, None] * weight_k, mask=used[:, None] & known[None, :], other=0.0
     ).to(tl.float32)
     # Rows that no tap reads may hold infinity.
     read = tl.where(used[:, None], past.to(tl.float32), 0.0)
-    newest = tl.load(weight + channel * weight_c + (K - 1) * weight_k, mask=known, other=0.0).to(tl.float32)
+    newest = tl.load(taps[0] + channel * weight_c + (K - 1) * weight_k, mask=known, other=0.0).to(tl.float32)
     z = tl.sum(weights * read, 0) + newest * token.to(tl.float32)
-    if bias is not None:
-        z += tl.load(bias + channel * bias_c, mask=known, other=0.0).to(tl.float32)
+    if taps[1] is not None:
+        z += tl.load(taps[1] + channel * bias_c, mask=known, other=0.0).to(tl.float32)
     if SILU:
         z *= tl.sigmoid(z)
     tl.store(y + b * channels + channel, z.to(y.dtype.element_ty), mask=known)

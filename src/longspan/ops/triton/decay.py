@@ -27,8 +27,9 @@ Products of two inputs multiply in their type. A state, a decayed key and the li
 ``mixed`` multiplies them as two bfloat16 numbers each, or with float16, in which they would overflow, as two of TF32.
 The interpreter multiplies in float32 (``WIDE``), but rounds as the products on a GPU do.
 
-``sizes`` are the numbers of tokens, heads, heads per key head, channels of keys and of values, and spans; xs are the
-strides of x.
+``sizes`` are the numbers of tokens, heads, heads per key head, channels of keys and of values, and spans; ``gates`` are
+the log decay, mask, segments and ``table``, ``units`` what normalizes queries and keys, each of them None where it is
+missing; xs are the strides of x. Triton 3.3 does not unpack a tuple that contains None.
 """
 
 from typing import Any
@@ -45,10 +46,11 @@ SPAN = 256  # tokens between two states that are kept, at most
 CHUNK = 64  # tokens whose products are formed at once, at most
 
 LOWEST = tl.constexpr(-800.0)  # a log decay that stands for -inf
+WIDE = tl.constexpr(interpreted())
 
 
 @triton.jit
-def rounded(x, TYPE: tl.constexpr, WIDE: tl.constexpr):
+def rounded(x, TYPE: tl.constexpr):
     """Return float32 x rounded to TYPE, as float32 if WIDE."""
     if WIDE:
         if TYPE == tl.bfloat16:
@@ -63,7 +65,7 @@ def rounded(x, TYPE: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def operand(x, WIDE: tl.constexpr):
+def operand(x):
     """Return an input as an operand of ``tl.dot``."""
     if WIDE:
         y = x.to(tl.float32)
@@ -79,16 +81,16 @@ def short(x):
 
 
 @triton.jit
-def mixed(x, y, FINE: tl.constexpr, WIDE: tl.constexpr):
+def mixed(x, y, FINE: tl.constexpr):
     """Return the product of two matrices, of which one is an input and the other one computed, in float32."""
     if x.dtype == tl.bfloat16:
-        high = rounded(y, x.dtype, WIDE)
-        low = rounded(y - high.to(tl.float32), x.dtype, WIDE)
-        z = tl.dot(operand(x, WIDE), low) + tl.dot(operand(x, WIDE), high)
+        high = rounded(y, x.dtype)
+        low = rounded(y - high.to(tl.float32), x.dtype)
+        z = tl.dot(operand(x), low) + tl.dot(operand(x), high)
     elif y.dtype == tl.bfloat16:
-        high = rounded(x, y.dtype, WIDE)
-        low = rounded(x - high.to(tl.float32), y.dtype, WIDE)
-        z = tl.dot(low, operand(y, WIDE)) + tl.dot(high, operand(y, WIDE))
+        high = rounded(x, y.dtype)
+        low = rounded(x - high.to(tl.float32), y.dtype)
+        z = tl.dot(low, operand(y)) + tl.dot(high, operand(y))
     elif x.dtype == tl.float16:
         high = short(y)
         z = tl.dot(x.to(tl.float32), y - high, input_precision=FINE)
@@ -117,9 +119,9 @@ def columns(x, first, o_c, o_d, strides, real, size):
 
 
 @triton.jit
-def store_rows(x, y, first, o_c, o_d, strides, there, size, WIDE: tl.constexpr):
+def store_rows(x, y, first, o_c, o_d, strides, there, size):
     at = x + first * strides[2] + o_c[:, None] * strides[2] + o_d[None, :] * strides[3]
-    y = rounded(y, x.dtype.element_ty, WIDE).to(x.dtype.element_ty)
+    y = rounded(y, x.dtype.element_ty).to(x.dtype.element_ty)
     tl.store(at, y, mask=there[:, None] & (o_d[None, :] < size))
 
 
@@ -135,20 +137,21 @@ def bounds(table, i_s, n, SPAN: tl.constexpr):
 
 
 @triton.jit
-def gates(decay, gs, mask, segments, b, h, n, first, o_c, stop):
+def chunk_gates(gates, strides, b, h, n, first, o_c, stop):
     """Return which tokens of a chunk exist, which are real, and the sums (C,) of log decays up to each, in float64."""
     o_n = first + o_c
     there = o_n < stop
     real = there
-    if mask is not None:
-        real = there & (tl.load(mask + b * n + o_n, mask=there, other=0) != 0)
+    if gates[1] is not None:
+        real = there & (tl.load(gates[1] + b * n + o_n, mask=there, other=0) != 0)
     g = tl.zeros(o_c.shape, tl.float32)
-    if decay is not None:
-        g = tl.load(decay + (b * gs[0] + h * gs[1]) + o_n * gs[2], mask=real, other=0.0).to(tl.float32)
+    if gates[0] is not None:
+        at = gates[0] + (b * strides[0] + h * strides[1]) + o_n * strides[2]
+        g = tl.load(at, mask=real, other=0.0).to(tl.float32)
         g = tl.where(g < LOWEST, LOWEST, g)  # NaN stays
-    if segments is not None:
+    if gates[2] is not None:
         inner = there & (o_n > 0)
-        ids = segments + b * n + o_n
+        ids = gates[2] + b * n + o_n
         here, before = tl.load(ids, mask=inner, other=0), tl.load(ids - 1, mask=inner, other=0)
         g = tl.where(here != before, LOWEST, g)
     return there, real, tl.cumsum(g.to(tl.float64), 0), tl.sum(g.to(tl.float64), 0)
@@ -177,31 +180,26 @@ def fading(high_i, low_i, high_j, low_j, earlier):
 def sums_kernel(
     x,
     y,
-    decay,
-    mask,
-    segments,
-    table,
+    gates,
     unit,
     sums,
     wholes,
     sizes,
     scale,
-    xs,
-    ys,
-    gs,
+    strides,
     REVERSE: tl.constexpr,
     SPAN: tl.constexpr,
     C: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
     FINE: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """sums (BH,NP,D,E): the writes of each span to the state after it, and wholes (BH,NP): what it leaves of a state.
 
     REVERSE: the gradient of the state before the span from its reads; x are queries, y the gradients of outputs.
     """
     n, H, R, D, E, NP = sizes
+    xs, ys, gs = strides
     i_e, i_s, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = i_bh // H, i_bh % H
     o_c, o_d, o_e = tl.arange(0, C), tl.arange(0, BD), i_e * BE + tl.arange(0, BE)
@@ -209,12 +207,12 @@ def sums_kernel(
     y += b * ys[0] + h * ys[1]
     if unit is not None:
         unit += (i_bh // R) * n
-    begin, stop = bounds(table, i_s, n, SPAN)
+    begin, stop = bounds(gates[3], i_s, n, SPAN)
     s = tl.zeros([BD, BE], tl.float32)
     all_decays = tl.zeros([1], tl.float64)
     for i in range(0, SPAN // C):
         first = begin + (SPAN // C - 1 - i if REVERSE else i) * C
-        _, real, total, last = gates(decay, gs, mask, segments, b, h, n, first, o_c, stop)
+        _, real, total, last = chunk_gates(gates, gs, b, h, n, first, o_c, stop)
         if REVERSE:
             share = tl.exp(total.to(tl.float32)) * scale
         else:
@@ -223,7 +221,7 @@ def sums_kernel(
             share *= tl.load(unit + first + o_c, mask=real, other=0.0)
         xt = columns(x, first, o_c, o_d, xs, real, D).to(tl.float32) * share[None, :]
         yn = rows(y, first, o_c, o_e, ys, real, E)
-        s = s * tl.exp(last.to(tl.float32)) + mixed(xt, yn, FINE, WIDE)
+        s = s * tl.exp(last.to(tl.float32)) + mixed(xt, yn, FINE)
         all_decays += last
     at = sums + (i_bh * NP + i_s) * D * E + o_d[:, None] * E + o_e[None, :]
     tl.store(at, s, mask=(o_d[:, None] < D) & (o_e[None, :] < E))
@@ -269,30 +267,22 @@ def outputs_kernel(
     k,
     v,
     o,
-    decay,
-    mask,
-    segments,
-    table,
-    unit_q,
-    unit_k,
+    gates,
+    units,
     starts,
     sizes,
     scale,
-    qs,
-    ks,
-    vs,
-    os,
-    gs,
+    strides,
     SPAN: tl.constexpr,
     C: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
     PRECISION: tl.constexpr,
     FINE: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """The outputs of a span, for BE of the value channels, given the states before all spans."""
     n, H, R, D, E, NP = sizes
+    qs, ks, vs, os, gs = strides
     i_e, i_s, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = i_bh // H, i_bh % H
     o_c, o_d, o_e = tl.arange(0, C), tl.arange(0, BD), i_e * BE + tl.arange(0, BE)
@@ -300,33 +290,33 @@ def outputs_kernel(
     k += b * ks[0] + h // R * ks[1]
     v += b * vs[0] + h * vs[1]
     o += b * os[0] + h * os[1]
-    if unit_q is not None:
-        unit_q += (i_bh // R) * n
-        unit_k += (i_bh // R) * n
-    begin, stop = bounds(table, i_s, n, SPAN)
+    if units[0] is not None:
+        unit_q = units[0] + (i_bh // R) * n
+        unit_k = units[1] + (i_bh // R) * n
+    begin, stop = bounds(gates[3], i_s, n, SPAN)
     at = starts + (i_bh * NP + i_s) * D * E + o_d[:, None] * E + o_e[None, :]
     s = tl.load(at, mask=(o_d[:, None] < D) & (o_e[None, :] < E), other=0.0)
     for i in range(0, SPAN // C):
         first = begin + i * C
-        there, real, total, last = gates(decay, gs, mask, segments, b, h, n, first, o_c, stop)
+        there, real, total, last = chunk_gates(gates, gs, b, h, n, first, o_c, stop)
         high, low = parts(total)
         reading, share = tl.exp(high) * scale, leaving(total, last)
         earlier = o_c[:, None] >= o_c[None, :]
         weight = fading(high[:, None], low[:, None], high[None, :], low[None, :], earlier) * scale
-        if unit_q is not None:
+        if units[0] is not None:
             fq = tl.load(unit_q + first + o_c, mask=real, other=0.0)
             fk = tl.load(unit_k + first + o_c, mask=real, other=0.0)
             reading, share, weight = reading * fq, share * fk, weight * fq[:, None] * fk[None, :]
         xq = rows(q, first, o_c, o_d, qs, real, D)
         kt = columns(k, first, o_c, o_d, ks, real, D)
         x = rows(v, first, o_c, o_e, vs, real, E)
-        a = tl.dot(operand(xq, WIDE), operand(kt, WIDE), input_precision=PRECISION)
+        a = tl.dot(operand(xq), operand(kt), input_precision=PRECISION)
         a = tl.where(earlier, a * weight, 0.0)
-        y = tl.dot(rounded(a, v.dtype.element_ty, WIDE), operand(x, WIDE), input_precision=PRECISION)
-        y += mixed(xq, s, FINE, WIDE) * reading[:, None]
-        store_rows(o, y, first, o_c, o_e, os, there, E, WIDE)
+        y = tl.dot(rounded(a, v.dtype.element_ty), operand(x), input_precision=PRECISION)
+        y += mixed(xq, s, FINE) * reading[:, None]
+        store_rows(o, y, first, o_c, o_e, os, there, E)
         kept = kt.to(tl.float32) * share[None, :]
-        s = s * tl.exp(last.to(tl.float32)) + mixed(kept, x, FINE, WIDE)
+        s = s * tl.exp(last.to(tl.float32)) + mixed(kept, x, FINE)
 
 
 @triton.jit
@@ -335,30 +325,22 @@ def values_backward_kernel(
     k,
     grad,
     dv,
-    decay,
-    mask,
-    segments,
-    table,
-    unit_q,
-    unit_k,
+    gates,
+    units,
     ends,
     sizes,
     scale,
-    qs,
-    ks,
-    os,
-    dvs,
-    gs,
+    strides,
     SPAN: tl.constexpr,
     C: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
     PRECISION: tl.constexpr,
     FINE: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """The gradients of the values of a span, for BE of their channels, given those of the states after all spans."""
     n, H, R, D, E, NP = sizes
+    qs, ks, os, dvs, gs = strides
     i_e, i_s, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = i_bh // H, i_bh % H
     o_c, o_d, o_e = tl.arange(0, C), tl.arange(0, BD), i_e * BE + tl.arange(0, BE)
@@ -366,33 +348,33 @@ def values_backward_kernel(
     k += b * ks[0] + h // R * ks[1]
     grad += b * os[0] + h * os[1]
     dv += b * dvs[0] + h * dvs[1]
-    if unit_q is not None:
-        unit_q += (i_bh // R) * n
-        unit_k += (i_bh // R) * n
-    begin, stop = bounds(table, i_s, n, SPAN)
+    if units[0] is not None:
+        unit_q = units[0] + (i_bh // R) * n
+        unit_k = units[1] + (i_bh // R) * n
+    begin, stop = bounds(gates[3], i_s, n, SPAN)
     at = ends + (i_bh * NP + i_s) * D * E + o_d[:, None] * E + o_e[None, :]
     r = tl.load(at, mask=(o_d[:, None] < D) & (o_e[None, :] < E), other=0.0)
     for i in range(0, SPAN // C):
         first = begin + (SPAN // C - 1 - i) * C
-        there, real, total, last = gates(decay, gs, mask, segments, b, h, n, first, o_c, stop)
+        there, real, total, last = chunk_gates(gates, gs, b, h, n, first, o_c, stop)
         high, low = parts(total)
         reading, share = tl.exp(high) * scale, leaving(total, last)
         earlier = o_c[:, None] <= o_c[None, :]  # (j,i)
         weight = fading(high[None, :], low[None, :], high[:, None], low[:, None], earlier) * scale
-        if unit_q is not None:
+        if units[0] is not None:
             fq = tl.load(unit_q + first + o_c, mask=real, other=0.0)
             fk = tl.load(unit_k + first + o_c, mask=real, other=0.0)
             reading, share, weight = reading * fq, share * fk, weight * fk[:, None] * fq[None, :]
         xk = rows(k, first, o_c, o_d, ks, real, D)
         qt = columns(q, first, o_c, o_d, qs, real, D)
         g = rows(grad, first, o_c, o_e, os, real, E)
-        a = tl.dot(operand(xk, WIDE), operand(qt, WIDE), input_precision=PRECISION)
+        a = tl.dot(operand(xk), operand(qt), input_precision=PRECISION)
         a = tl.where(earlier, a * weight, 0.0)
-        y = tl.dot(rounded(a, q.dtype.element_ty, WIDE), operand(g, WIDE), input_precision=PRECISION)
-        y += mixed(xk, r, FINE, WIDE) * share[:, None]
-        store_rows(dv, y, first, o_c, o_e, dvs, there, E, WIDE)
+        y = tl.dot(rounded(a, q.dtype.element_ty), operand(g), input_precision=PRECISION)
+        y += mixed(xk, r, FINE) * share[:, None]
+        store_rows(dv, y, first, o_c, o_e, dvs, there, E)
         read = qt.to(tl.float32) * reading[None, :]
-        r = r * tl.exp(last.to(tl.float32)) + mixed(read, g, FINE, WIDE)
+        r = r * tl.exp(last.to(tl.float32)) + mixed(read, g, FINE)
 
 
 @triton.jit
@@ -402,30 +384,20 @@ def keys_backward_kernel(
     v,
     grad,
     dk,
-    decay,
-    mask,
-    segments,
-    table,
-    unit_q,
-    unit_k,
+    gates,
+    units,
     ddecay,
     ends,
     ahead,
     sizes,
     scale,
-    qs,
-    ks,
-    vs,
-    os,
-    dks,
-    gs,
+    strides,
     SPAN: tl.constexpr,
     C: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
     PRECISION: tl.constexpr,
     FINE: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """The gradients of the keys of a span, one per value head, for BD of their channels.
 
@@ -433,6 +405,7 @@ def keys_backward_kernel(
     chunks, ``ahead`` (BH,NP,SPAN / C,E,D).
     """
     n, H, R, D, E, NP = sizes
+    qs, ks, vs, os, dks, gs = strides
     i_d, i_s, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = i_bh // H, i_bh % H
     o_c, o_d, o_e = tl.arange(0, C), i_d * BD + tl.arange(0, BD), tl.arange(0, BE)
@@ -441,33 +414,33 @@ def keys_backward_kernel(
     v += b * vs[0] + h * vs[1]
     grad += b * os[0] + h * os[1]
     dk += b * dks[0] + h * dks[1]
-    if unit_q is not None:
-        unit_q += (i_bh // R) * n
-        unit_k += (i_bh // R) * n
-    begin, stop = bounds(table, i_s, n, SPAN)
+    if units[0] is not None:
+        unit_q = units[0] + (i_bh // R) * n
+        unit_k = units[1] + (i_bh // R) * n
+    begin, stop = bounds(gates[3], i_s, n, SPAN)
     inside = (o_e[:, None] < E) & (o_d[None, :] < D)
     r = tl.load(ends + (i_bh * NP + i_s) * D * E + o_e[:, None] + o_d[None, :] * E, mask=inside, other=0.0)  # (E,D)
     for i in range(0, SPAN // C):
         first = begin + (SPAN // C - 1 - i) * C
-        there, real, total, last = gates(decay, gs, mask, segments, b, h, n, first, o_c, stop)
+        there, real, total, last = chunk_gates(gates, gs, b, h, n, first, o_c, stop)
         high, low = parts(total)
         reading, share = tl.exp(high) * scale, leaving(total, last)
         earlier = o_c[:, None] <= o_c[None, :]  # (j,i)
         weight = fading(high[None, :], low[None, :], high[:, None], low[:, None], earlier) * scale
-        if unit_q is not None:
+        if units[0] is not None:
             fq = tl.load(unit_q + first + o_c, mask=real, other=0.0)
             reading, weight = reading * fq, weight * fq[None, :]
         x = rows(v, first, o_c, o_e, vs, real, E)
         gt = columns(grad, first, o_c, o_e, os, real, E)
         xq = rows(q, first, o_c, o_d, qs, real, D)
-        a = tl.dot(operand(x, WIDE), operand(gt, WIDE), input_precision=PRECISION)
+        a = tl.dot(operand(x), operand(gt), input_precision=PRECISION)
         a = tl.where(earlier, a * weight, 0.0)
-        out = mixed(x, r, FINE, WIDE) * share[:, None]
-        y = tl.dot(rounded(a, q.dtype.element_ty, WIDE), operand(xq, WIDE), input_precision=PRECISION) + out
-        store_rows(dk, y, first, o_c, o_d, dks, there, D, WIDE)
+        out = mixed(x, r, FINE) * share[:, None]
+        y = tl.dot(rounded(a, q.dtype.element_ty), operand(xq), input_precision=PRECISION) + out
+        store_rows(dk, y, first, o_c, o_d, dks, there, D)
         if ddecay is not None:
             written = tl.sum(rows(k, first, o_c, o_d, ks, real, D).to(tl.float32) * out, 1)
-            if unit_k is not None:
+            if units[0] is not None:
                 written *= tl.load(unit_k + first + o_c, mask=real, other=0.0)
             # Token t fades the writes before it.
             fades = tl.sum(tl.where(o_c[:, None] < o_c[None, :], tl.expand_dims(written, 1), 0.0), 0)
@@ -476,7 +449,7 @@ def keys_backward_kernel(
             at = ahead + ((i_bh * NP + i_s) * (SPAN // C) + SPAN // C - 1 - i) * D * E
             tl.store(at + o_e[:, None] * D + o_d[None, :], r, mask=inside)
         read = xq.to(tl.float32) * reading[:, None]
-        r = r * tl.exp(last.to(tl.float32)) + mixed(gt, read, FINE, WIDE)
+        r = r * tl.exp(last.to(tl.float32)) + mixed(gt, read, FINE)
 
 
 @triton.jit
@@ -486,36 +459,27 @@ def queries_backward_kernel(
     v,
     grad,
     dq,
-    decay,
-    mask,
-    segments,
-    table,
-    unit_q,
-    unit_k,
+    gates,
+    units,
     ddecay,
     starts,
     ahead,
     sizes,
     scale,
-    qs,
-    ks,
-    vs,
-    os,
-    dqs,
-    gs,
+    strides,
     SPAN: tl.constexpr,
     C: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
     PRECISION: tl.constexpr,
     FINE: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """The gradients of the queries of a span, one per value head, for BD of their channels.
 
     With ``ddecay``, to which ``keys_backward_kernel`` has written, also what these channels add to its gradient.
     """
     n, H, R, D, E, NP = sizes
+    qs, ks, vs, os, dqs, gs = strides
     i_d, i_s, i_bh = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     b, h = i_bh // H, i_bh % H
     o_c, o_d, o_e = tl.arange(0, C), i_d * BD + tl.arange(0, BD), tl.arange(0, BE)
@@ -524,36 +488,36 @@ def queries_backward_kernel(
     v += b * vs[0] + h * vs[1]
     grad += b * os[0] + h * os[1]
     dq += b * dqs[0] + h * dqs[1]
-    if unit_q is not None:
-        unit_q += (i_bh // R) * n
-        unit_k += (i_bh // R) * n
-    begin, stop = bounds(table, i_s, n, SPAN)
+    if units[0] is not None:
+        unit_q = units[0] + (i_bh // R) * n
+        unit_k = units[1] + (i_bh // R) * n
+    begin, stop = bounds(gates[3], i_s, n, SPAN)
     inside = (o_e[:, None] < E) & (o_d[None, :] < D)
     s = tl.load(starts + (i_bh * NP + i_s) * D * E + o_e[:, None] + o_d[None, :] * E, mask=inside, other=0.0)  # (E,D)
     for i in range(0, SPAN // C):
         first = begin + i * C
-        there, real, total, last = gates(decay, gs, mask, segments, b, h, n, first, o_c, stop)
+        there, real, total, last = chunk_gates(gates, gs, b, h, n, first, o_c, stop)
         high, low = parts(total)
         whole, share = tl.exp(last.to(tl.float32)), leaving(total, last)
         earlier = o_c[:, None] >= o_c[None, :]
         weight = fading(high[:, None], low[:, None], high[None, :], low[None, :], earlier) * scale
-        if unit_k is not None:
+        if units[0] is not None:
             fk = tl.load(unit_k + first + o_c, mask=real, other=0.0)
             share, weight = share * fk, weight * fk[None, :]
         g = rows(grad, first, o_c, o_e, os, real, E)
         vt = columns(v, first, o_c, o_e, vs, real, E)
         xk = rows(k, first, o_c, o_d, ks, real, D)
-        a = tl.dot(operand(g, WIDE), operand(vt, WIDE), input_precision=PRECISION)
+        a = tl.dot(operand(g), operand(vt), input_precision=PRECISION)
         a = tl.where(earlier, a * weight, 0.0)
-        from_read = mixed(g, s, FINE, WIDE) * (tl.exp(high) * scale)[:, None]
-        y = tl.dot(rounded(a, q.dtype.element_ty, WIDE), operand(xk, WIDE), input_precision=PRECISION) + from_read
-        store_rows(dq, y, first, o_c, o_d, dqs, there, D, WIDE)
+        from_read = mixed(g, s, FINE) * (tl.exp(high) * scale)[:, None]
+        y = tl.dot(rounded(a, q.dtype.element_ty), operand(xk), input_precision=PRECISION) + from_read
+        store_rows(dq, y, first, o_c, o_d, dqs, there, D)
         if ddecay is not None:
             xq = rows(q, first, o_c, o_d, qs, real, D)
             kt = columns(k, first, o_c, o_d, ks, real, D)
-            a *= tl.dot(operand(xq, WIDE), operand(kt, WIDE), input_precision=PRECISION)
+            a *= tl.dot(operand(xq), operand(kt), input_precision=PRECISION)
             reads = tl.sum(xq.to(tl.float32) * from_read, 1)
-            if unit_q is not None:
+            if units[0] is not None:
                 fq = tl.load(unit_q + first + o_c, mask=real, other=0.0)
                 a, reads = a * fq[:, None], reads * fq
             # Pairs of a write before t and a read from t on: summed over the writes up to t - 1, then over the reads.
@@ -568,7 +532,7 @@ def queries_backward_kernel(
             fades += tl.load(at, mask=there, other=0.0)
             tl.store(at, tl.where(real, fades, 0.0), mask=there)
         kept = xk.to(tl.float32) * share[:, None]
-        s = s * whole + mixed(vt, kept, FINE, WIDE)
+        s = s * whole + mixed(vt, kept, FINE)
 
 
 class Call:
@@ -592,7 +556,7 @@ class Call:
         self.span, self.chunk = span_of(self.n), chunk_of(v)
         self.table, self.firsts = (None, None) if offsets is None else packed_spans(offsets, self.n, self.span)
         self.spans = triton.cdiv(self.n, self.span) if self.table is None else len(self.table)
-        self.unit_q, self.unit_k = (inverse_norm(q), inverse_norm(k)) if normalize else (None, None)
+        self.units = (inverse_norm(q), inverse_norm(k)) if normalize else (None, None)
         hidden = None if mask is None else mask.contiguous().view(torch.uint8)
         self.gates = log_decay, hidden, None if segments is None else segments.contiguous(), self.table
         self.gate_strides = (0, 0, 0) if log_decay is None else log_decay.stride()
@@ -601,8 +565,7 @@ class Call:
         narrow = precision(v.dtype)
         # TF32 holds all digits of float16.
         fine = narrow if v.dtype == torch.float32 or interpreted() else "tf32"
-        self.fine = {"FINE": fine, "WIDE": interpreted()}
-        self.precision = {"PRECISION": narrow}
+        self.fine, self.precision = {"FINE": fine}, {"PRECISION": narrow}
 
     def tiles(self, *, keys: bool = False, values: bool = False) -> tuple[int, dict[str, int]]:
         """Return how many blocks the channels of keys or values have, and the options of a launch with such blocks."""
@@ -613,21 +576,11 @@ class Call:
         warps = 4 if max(d, e) <= 32 else 8
         return blocks, {"SPAN": self.span, "C": self.chunk, "BD": d, "BE": e, "num_warps": warps, "num_stages": 2}
 
-    def launch(
-        self, kernel: Any, blocks: int, operands: tuple[Tensor, ...], *others: Tensor | None, **constants: Any
-    ) -> None:
+    def launch(self, kernel: Any, blocks: int, operands: tuple[Tensor, ...], *others: Any, **constants: Any) -> None:
         """Launch a kernel for all spans of all heads: for ``operands`` of any strides, the gates and ``others``."""
-        strides = [x.stride() for x in operands]
+        strides = *(x.stride() for x in operands), self.gate_strides
         kernel[(blocks, self.spans, self.rows)](
-            *operands,
-            *self.gates,
-            *others,
-            self.sizes,
-            self.scale,
-            *strides,
-            self.gate_strides,
-            **self.fine,
-            **constants,
+            *(*operands, self.gates, *others, self.sizes, self.scale, strides), **self.fine, **constants
         )
 
     def states(self, x: Tensor, y: Tensor, given: Tensor, wholes: Tensor, reverse: bool) -> tuple[Tensor, Tensor]:
@@ -638,7 +591,7 @@ class Call:
         sums = torch.empty(self.rows, self.spans, self.keys, self.values, dtype=torch.float32, device=x.device)
         given, found = given.contiguous(), torch.empty_like(given, memory_format=torch.contiguous_format)
         blocks, how = self.tiles(values=True)
-        unit = self.unit_q if reverse else self.unit_k
+        unit = self.units[0 if reverse else 1]
         self.launch(sums_kernel, blocks, (x, y), unit, sums, wholes, REVERSE=reverse, **how)
         size, block, packed = self.keys * self.values, 1024, self.table is not None
         # Triton's types do not know the numbers that it makes constants.
@@ -648,7 +601,7 @@ class Call:
 
     def shared(self, x: Tensor) -> bool:
         """Return whether a gradient of queries or keys is summed or scaled afterwards, and so first in float32."""
-        return self.repeats > 1 or self.unit_q is not None
+        return self.repeats > 1 or self.units[0] is not None
 
     def gradient(self, x: Tensor) -> Tensor:
         """Allocate the gradient of queries or keys x (B,G,N,D), per value head."""
@@ -706,36 +659,25 @@ def packed_spans(offsets: Tensor, n: int, span: int) -> tuple[Tensor, Tensor]:
     return torch.stack([begin, stop], 1).clamp(0, n).contiguous(), firsts
 
 
-def forward(state: Tensor, q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def forward(call: Call, state: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """o (B,H,N,E), the last state, the states before all spans, and what each span leaves of a state."""
-    call = Call(q, k, v, *options)
+    q, k, v = call.q, call.k, call.v
     o, wholes = torch.empty_like(v), torch.empty(call.rows, call.spans, dtype=torch.float32, device=v.device)
     starts, end = call.states(k, v, state, wholes, reverse=False)
     blocks, how = call.tiles(values=True)
-    units = call.unit_q, call.unit_k
-    call.launch(outputs_kernel, blocks, (q, k, v, o), *units, starts, **call.precision, **how)
+    call.launch(outputs_kernel, blocks, (q, k, v, o), call.units, starts, **call.precision, **how)
     return o, end, starts, wholes
 
 
 def backward(
-    grad: Tensor,
-    grad_end: Tensor,
-    starts: Tensor,
-    wholes: Tensor,
-    decays: bool,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor | None,
-    *options: Any,
+    call: Call, grad: Tensor, grad_end: Tensor, starts: Tensor, wholes: Tensor, decays: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """Return the gradients of q, k, v, of log_decay if ``decays``, and of the first state."""
-    call = Call(q, k, v, log_decay, *options)
-    units = call.unit_q, call.unit_k
+    q, k, v, log_decay = call.q, call.k, call.v, call.gates[0]
     ends, first = call.states(q, grad, grad_end, wholes, reverse=True)
 
     dv, (blocks, how) = torch.empty_like(v), call.tiles(values=True)
-    call.launch(values_backward_kernel, blocks, (q, k, grad, dv), *units, ends, **call.precision, **how)
+    call.launch(values_backward_kernel, blocks, (q, k, grad, dv), call.units, ends, **call.precision, **how)
 
     dq, dk, (blocks, how) = call.gradient(q), call.gradient(k), call.tiles(keys=True)
     ddecay = ahead = None
@@ -743,9 +685,9 @@ def backward(
         ddecay = grad_end.new_empty(blocks, call.batch, call.heads, call.n)
         ahead = grad_end.new_empty(call.rows, call.spans, call.span // call.chunk, call.values, call.keys)
     for kernel, into, states in ((keys_backward_kernel, dk, ends), (queries_backward_kernel, dq, starts)):
-        others = *units, ddecay, states, ahead
+        others = call.units, ddecay, states, ahead
         call.launch(kernel, blocks, (q, k, v, grad, into), *others, **call.precision, **how)
-    dq, dk = call.summed(dq, q, call.unit_q), call.summed(dk, k, call.unit_k)
+    dq, dk = call.summed(dq, q, call.units[0]), call.summed(dk, k, call.units[1])
     if ddecay is not None and log_decay is not None:
         ddecay = ddecay.sum(0).to(log_decay.dtype)
     return dq, dk, dv, ddecay, first

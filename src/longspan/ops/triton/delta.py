@@ -61,11 +61,7 @@ def forward_kernel(
     states,  # out: (X,L,D,E), the states before the chunks
     values,  # out: (X,L,C,E), V' = U - W S
     end,  # out: (X,D,E)
-    chunks,
-    width,
-    channels,  # D
-    size,  # E
-    share,
+    sizes,  # L, C, D, E and share
     DELTA: tl.constexpr,  # whether there is W
     DECAY: tl.constexpr,  # 0 none, 1 per head, 2 per channel
     TURNS: tl.constexpr,  # L in the interpreter, which cannot count to a number of run time; else 0
@@ -75,6 +71,7 @@ def forward_kernel(
     TWO: tl.constexpr,  # whether the key channels are two blocks of BD
     PREC: tl.constexpr,
 ):
+    chunks, width, channels, size, share = sizes
     row = tl.program_id(0).to(tl.int64)
     c, d, e = tl.arange(0, BC), tl.arange(0, BD), tl.program_id(1) * BE + tl.arange(0, BE)
     dd = BD + d
@@ -126,11 +123,7 @@ def backward_kernel(
     ahead,  # out: (X,L,D,E), the gradients of the states after the chunks
     values,  # out: (X,L,C,E), the gradient of V'
     before,  # out: (X,D,E), the gradient of the state before the first chunk
-    chunks,
-    width,
-    channels,
-    size,
-    share,
+    sizes,
     DELTA: tl.constexpr,
     DECAY: tl.constexpr,
     TURNS: tl.constexpr,
@@ -140,6 +133,7 @@ def backward_kernel(
     TWO: tl.constexpr,
     PREC: tl.constexpr,
 ):
+    chunks, width, channels, size, share = sizes
     row = tl.program_id(0).to(tl.int64)
     c, d, e = tl.arange(0, BC), tl.arange(0, BD), tl.program_id(1) * BE + tl.arange(0, BE)
     dd = BD + d
@@ -262,7 +256,7 @@ def _launch(
     operands = u, u if w is None else w, keys, u if whole is None else whole, *others
     kernel[(rows, triton.cdiv(size, tile.value_block))](
         *operands,
-        *(chunks, width, channels, size, rows // keys.shape[0]),
+        (chunks, width, channels, size, rows // keys.shape[0]),
         DELTA=w is not None,
         DECAY=0 if whole is None else 1 if whole.shape[-1] == 1 else 2,
         TURNS=chunks if interpreted() else 0,

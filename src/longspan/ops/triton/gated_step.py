@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from . import interpreted
 from .decay import rounded
 
 
@@ -26,28 +25,22 @@ def step_kernel(
     state,
     after,
     out,
-    H,
-    R,
-    D,
-    E,
+    sizes,
     scale,
-    qs,
-    ks,
-    vs,
-    gs,
-    bs,
-    ss,
+    strides,
     CHANNELS: tl.constexpr,
     NORMALIZE: tl.constexpr,
     DONATE: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """out (BH,E) and the state ``after``, for BE of its columns: that of ``state`` if DONATE, else (BH,D,E).
 
-    CHANNELS: ``decay`` has one number per channel of the keys. qs and the like are the strides of q, without tokens.
+    CHANNELS: ``decay`` has one number per channel of the keys. ``sizes`` are the heads, heads
+    per key head, and channels of keys and of values; qs and the like the strides of q, without tokens.
     """
+    H, R, D, E = sizes
+    qs, ks, vs, gs, bs, ss = strides
     i_bh = tl.program_id(1).to(tl.int64)
     b, h = i_bh // H, i_bh % H
     o_d, o_e = tl.arange(0, BD), tl.program_id(0) * BE + tl.arange(0, BE)
@@ -75,7 +68,7 @@ def step_kernel(
     else:
         tl.store(after + i_bh * D * E + o_d[:, None] * E + o_e[None, :], s, mask=inside)
     y = tl.sum(s * query[:, None], 0) * scale
-    y = rounded(y, out.dtype.element_ty, WIDE).to(out.dtype.element_ty)
+    y = rounded(y, out.dtype.element_ty).to(out.dtype.element_ty)
     tl.store(out + i_bh * E + o_e, y, mask=real_e)
 
 
@@ -105,14 +98,12 @@ def step(
     kernel: Any = step_kernel[(triton.cdiv(values, block_e), batch * heads)]
     kernel(
         *(q, k, v, log_decay, beta, state, after, out),
-        *(heads, heads // q.shape[1], keys, values, scale),
-        *(qs, ks, vs, decays, rates, state.stride()),
+        *((heads, heads // q.shape[1], keys, values), scale, (qs, ks, vs, decays, rates, state.stride())),
         CHANNELS=channels,
         NORMALIZE=normalize,
         DONATE=donate,
         BD=block_d,
         BE=block_e,
-        WIDE=interpreted(),
         num_warps=4,
     )
     return out, after

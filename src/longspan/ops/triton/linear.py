@@ -32,12 +32,16 @@ Where a product needs an operand transposed, it is loaded transposed: Triton 3.4
 a transposed result of a product on Hopper. No program adds to the memory of another, so results are the same bits in
 every run.
 
-``n`` is the number of tokens, ``spans`` that of spans in a buffer of states, ``heads`` H; strides end in the name of
-their dimension. ``mask`` (B,N) and ``segments`` (B,N) may be None.
+``n`` is the number of tokens, ``spans`` that of spans in a buffer of states, ``heads`` H; ``strides`` are those of the
+tensors, in their order. ``mask`` (B,N) and ``segments`` (B,N) may be None.
 """
 
 import triton
 import triton.language as tl
+
+from . import interpreted
+
+WIDE = tl.constexpr(interpreted())
 
 
 @triton.jit
@@ -75,7 +79,7 @@ def nearest(x):
 
 
 @triton.jit
-def operand(x, HALF: tl.constexpr, WIDE: tl.constexpr):
+def operand(x, HALF: tl.constexpr):
     """Round to the type of operands. WIDE: keep it in float32, since the interpreter cannot multiply bfloat16."""
     if HALF and WIDE:
         return nearest(x.to(tl.float32))
@@ -86,27 +90,18 @@ def operand(x, HALF: tl.constexpr, WIDE: tl.constexpr):
 
 
 @triton.jit
-def product(
-    x,
-    y,
-    total,
-    FINE_X: tl.constexpr,
-    FINE_Y: tl.constexpr,
-    HALF: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def product(x, y, total, FINE_X: tl.constexpr, FINE_Y: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr):
     """Return total + x y, in float32. FINE_X, FINE_Y: x, y are computed and have more digits than bfloat16."""
-    high_x, high_y = operand(x, HALF, WIDE), operand(y, HALF, WIDE)
+    high_x, high_y = operand(x, HALF), operand(y, HALF)
     if HALF and FINE_Y:
-        total = tl.dot(high_x, operand(y - high_y.to(tl.float32), HALF, WIDE), total)
+        total = tl.dot(high_x, operand(y - high_y.to(tl.float32), HALF), total)
     if HALF and FINE_X:
-        total = tl.dot(operand(x - high_x.to(tl.float32), HALF, WIDE), high_y, total)
+        total = tl.dot(operand(x - high_x.to(tl.float32), HALF), high_y, total)
     return tl.dot(high_x, high_y, total, input_precision=PRECISION)
 
 
 @triton.jit
-def stored(y, like, WIDE: tl.constexpr):
+def stored(y, like):
     """Round a result to the type of the tensor ``like``."""
     if WIDE and like.dtype.element_ty == tl.bfloat16:
         y = nearest(y)
@@ -226,10 +221,7 @@ def sums_kernel(
     n,
     spans,
     heads,
-    k_strides,
-    v_strides,
-    mask_strides,
-    segments_strides,
+    strides,
     D: tl.constexpr,
     E: tl.constexpr,
     MAP: tl.constexpr,
@@ -238,10 +230,10 @@ def sums_kernel(
     BD: tl.constexpr,
     BE: tl.constexpr,
     HALF: tl.constexpr,
-    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """parts (B,H,spans,[S|z]): the sum over the keys of each span; with segments, of those of its last segment."""
+    k_strides, v_strides, mask_strides, segments_strides = strides
     block, span, pair, b, h = place(spans, heads, (E + BE - 1) // BE)
     first, left = span.to(tl.int64) * SPAN, n - span * SPAN
     at_d, at_e = tl.arange(0, BD), block * BE + tl.arange(0, BE)
@@ -257,7 +249,7 @@ def sums_kernel(
             keep = keep & (ids_of(segments, segments_strides, b, span * SPAN, at_n, n) == last)
         fk = feature_columns(columns(k, k_strides, at_n, at_d, keep, D), at_d, keep, D, MAP)
         x = rows(v, v_strides, at_n, at_e, keep, E)
-        s = product(fk, x, s, MAP != 1, False, HALF, WIDE, PRECISION)
+        s = product(fk, x, s, MAP != 1, False, HALF, PRECISION)
         z += tl.sum(fk, 1)
     parts += (pair * spans + span) * (D * E + D)
     tl.store(parts + at_d[:, None] * E + at_e[None, :], s, mask=(at_d[:, None] < D) & (at_e[None, :] < E))
@@ -274,8 +266,7 @@ def prefix_kernel(
     n,
     spans,
     heads,
-    given_strides,
-    segments_strides,
+    strides,
     D: tl.constexpr,
     E: tl.constexpr,
     SPAN: tl.constexpr,
@@ -288,6 +279,7 @@ def prefix_kernel(
     parts[l] becomes the state before span l, or after it with REVERSE, which sums from the last span. Without CAUSAL,
     only ``end`` (B,H,D,E+1) is computed, the state after all spans.
     """
+    given_strides, segments_strides = strides
     SIZE: tl.constexpr = D * E + D
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     at = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)
@@ -340,12 +332,7 @@ def outputs_kernel(
     states,
     heads,
     eps,
-    q_strides,
-    k_strides,
-    v_strides,
-    o_strides,
-    mask_strides,
-    segments_strides,
+    strides,
     D: tl.constexpr,
     E: tl.constexpr,
     MAP: tl.constexpr,
@@ -355,13 +342,13 @@ def outputs_kernel(
     BD: tl.constexpr,
     BE: tl.constexpr,
     HALF: tl.constexpr,
-    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """o (B,H,N,E) and the denominators ``below`` (B,H,N) from ``starts``, the states before spans or the sum.
 
     ``rest``, if not None, gets what the type of o loses, in the layout of o.
     """
+    q_strides, k_strides, v_strides, o_strides, mask_strides, segments_strides = strides
     block, span, pair, b, h = place(spans, heads, (E + BE - 1) // BE)
     first, left = span.to(tl.int64) * SPAN, n - span * SPAN
     at_c, at_d, at_e = tl.arange(0, C), tl.arange(0, BD), block * BE + tl.arange(0, BE)
@@ -387,7 +374,7 @@ def outputs_kernel(
             read = tl.where((ids == before)[:, None], fq, 0.0)
         d = tl.sum(read * z[None, :], 1) + eps
         total = tl.zeros([C, BE], tl.float32)
-        total = product(read, s, total, MAP != 1, True, HALF, WIDE, PRECISION)
+        total = product(read, s, total, MAP != 1, True, HALF, PRECISION)
         if CAUSAL:
             keep = kept(mask, mask_strides, b, first, at_n, left)
             fk = feature_columns(columns(k, k_strides, at_n, at_d, keep, D), at_d, keep, D, MAP)
@@ -395,24 +382,24 @@ def outputs_kernel(
             meet = at_c[:, None] >= at_c[None, :]
             if segments is not None:
                 meet = meet & (ids[:, None] == ids[None, :])
-            a = product(fq, fk, tl.zeros([C, C], tl.float32), MAP != 1, MAP != 1, HALF, WIDE, PRECISION)
+            a = product(fq, fk, tl.zeros([C, C], tl.float32), MAP != 1, MAP != 1, HALF, PRECISION)
             a = tl.where(meet, a, 0.0)
             d += tl.sum(a, 1)
-            total = product(a, x, total, True, False, HALF, WIDE, PRECISION)
+            total = product(a, x, total, True, False, HALF, PRECISION)
             if segments is not None:
                 last = id_at(segments, segments_strides, b, span * SPAN + i * C + C - 1, n)
                 fk = tl.where((ids == last)[None, :], fk, 0.0)
                 s = tl.where(before == last, s, 0.0)
                 z = tl.where(before == last, z, 0.0)
-            s = product(fk, x, s, MAP != 1, False, HALF, WIDE, PRECISION)
+            s = product(fk, x, s, MAP != 1, False, HALF, PRECISION)
             z += tl.sum(fk, 1)
         y = tl.where(d[:, None] == 0.0, 0.0, total / tl.where(d == 0.0, 1.0, d)[:, None])
-        out = stored(y, o, WIDE)
+        out = stored(y, o)
         at = at_n[:, None] * o_strides[2] + at_e[None, :] * o_strides[3]
         y_mask = there[:, None] & (at_e[None, :] < E)
         tl.store(o + at, out, mask=y_mask)
         if rest is not None:
-            tl.store(rest + at, stored(y - out.to(tl.float32), rest, WIDE), mask=y_mask)
+            tl.store(rest + at, stored(y - out.to(tl.float32), rest), mask=y_mask)
         if block == 0:
             tl.store(below + at_n, d, mask=there)
 
@@ -430,10 +417,7 @@ def grad_sums_kernel(
     n,
     spans,
     heads,
-    q_strides,
-    o_strides,
-    g_strides,
-    segments_strides,
+    strides,
     D: tl.constexpr,
     E: tl.constexpr,
     MAP: tl.constexpr,
@@ -442,13 +426,13 @@ def grad_sums_kernel(
     BD: tl.constexpr,
     BE: tl.constexpr,
     HALF: tl.constexpr,
-    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """parts (B,H,spans,[S|z]): sums of c phi(q) [do, w] over the queries of a span that read its first state.
 
     ``g`` is the gradient of o. ``weights`` (B,H,N) become w.
     """
+    q_strides, o_strides, g_strides, segments_strides = strides
     block, span, pair, b, h = place(spans, heads, (D + BD - 1) // BD)
     first, left = span.to(tl.int64) * SPAN, n - span * SPAN
     at_d, at_e = block * BD + tl.arange(0, BD), tl.arange(0, BE)
@@ -477,7 +461,7 @@ def grad_sums_kernel(
             reads = there & (ids_of(segments, segments_strides, b, span * SPAN, at_n, n) == before)
         fq = feature_columns(columns(q, q_strides, at_n, at_d, reads, D), at_d, reads, D, MAP)
         fq *= inverse(below, at_n, there)[None, :]
-        s = product(fq, above, s, True, False, HALF, WIDE, PRECISION)
+        s = product(fq, above, s, True, False, HALF, PRECISION)
         z += tl.sum(fq * w[None, :], 1)
     parts += (pair * spans + span) * (D * E + D)
     tl.store(parts + at_d[:, None] * E + at_e[None, :], s, mask=(at_d[:, None] < D) & (at_e[None, :] < E))
@@ -500,13 +484,7 @@ def grad_q_kernel(
     spans,
     states,
     heads,
-    q_strides,
-    k_strides,
-    v_strides,
-    g_strides,
-    dq_strides,
-    mask_strides,
-    segments_strides,
+    strides,
     D: tl.constexpr,
     E: tl.constexpr,
     MAP: tl.constexpr,
@@ -516,10 +494,10 @@ def grad_q_kernel(
     BD: tl.constexpr,
     BE: tl.constexpr,
     HALF: tl.constexpr,
-    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dq (B,H,N,D) from the states ``starts``, forward in time: S^T (E,D) in registers."""
+    q_strides, k_strides, v_strides, g_strides, dq_strides, mask_strides, segments_strides = strides
     block, span, pair, b, h = place(spans, heads, (D + BD - 1) // BD)
     first, left = span.to(tl.int64) * SPAN, n - span * SPAN
     at_c, at_d, at_e = tl.arange(0, C), block * BD + tl.arange(0, BD), tl.arange(0, BE)
@@ -539,7 +517,7 @@ def grad_q_kernel(
         there = at_n < left
         above = rows(g, g_strides, at_n, at_e, there, E)
         w = tl.load(weights + at_n, mask=there, other=0.0)
-        change = product(above, s, w[:, None] * z[None, :], False, True, HALF, WIDE, PRECISION)
+        change = product(above, s, w[:, None] * z[None, :], False, True, HALF, PRECISION)
         if segments is not None:
             ids = ids_of(segments, segments_strides, b, span * SPAN, at_n, n)
             before = id_at(segments, segments_strides, b, span * SPAN + i * C - 1, n)
@@ -551,19 +529,19 @@ def grad_q_kernel(
             meet = at_c[:, None] >= at_c[None, :]
             if segments is not None:
                 meet = meet & (ids[:, None] == ids[None, :])
-            a = product(above, x, tl.zeros([C, C], tl.float32), False, False, HALF, WIDE, PRECISION)
+            a = product(above, x, tl.zeros([C, C], tl.float32), False, False, HALF, PRECISION)
             a = tl.where(meet, a + w[:, None], 0.0)
-            change = product(a, fk, change, True, MAP != 1, HALF, WIDE, PRECISION)
+            change = product(a, fk, change, True, MAP != 1, HALF, PRECISION)
             if segments is not None:
                 last = id_at(segments, segments_strides, b, span * SPAN + i * C + C - 1, n)
                 fk = tl.where((ids == last)[:, None], fk, 0.0)
                 s = tl.where(before == last, s, 0.0)
                 z = tl.where(before == last, z, 0.0)
-            s = product(x, fk, s, False, MAP != 1, HALF, WIDE, PRECISION)
+            s = product(x, fk, s, False, MAP != 1, HALF, PRECISION)
             z += tl.sum(fk, 0)
         x = rows(q, q_strides, at_n, at_d, there, D).to(tl.float32)
         change *= inverse(below, at_n, there)[:, None]
-        y = stored(change * slope(x, MAP), dq, WIDE)
+        y = stored(change * slope(x, MAP), dq)
         store_rows(dq, dq_strides, at_n, at_d, y, there, D)
 
 
@@ -583,13 +561,7 @@ def grad_k_kernel(
     spans,
     states,
     heads,
-    q_strides,
-    k_strides,
-    v_strides,
-    g_strides,
-    dk_strides,
-    mask_strides,
-    segments_strides,
+    strides,
     D: tl.constexpr,
     E: tl.constexpr,
     MAP: tl.constexpr,
@@ -599,10 +571,10 @@ def grad_k_kernel(
     BD: tl.constexpr,
     BE: tl.constexpr,
     HALF: tl.constexpr,
-    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dk (B,H,N,D) from the gradients ``ends`` of the states after spans, back in time: R^T (E,D) in registers."""
+    q_strides, k_strides, v_strides, g_strides, dk_strides, mask_strides, segments_strides = strides
     block, span, pair, b, h = place(spans, heads, (D + BD - 1) // BD)
     first, left = span.to(tl.int64) * SPAN, n - span * SPAN
     at_c, at_d, at_e = tl.arange(0, C), block * BD + tl.arange(0, BD), tl.arange(0, BE)
@@ -624,7 +596,7 @@ def grad_k_kernel(
         keep = kept(mask, mask_strides, b, first, at_n, left)
         x = rows(v, v_strides, at_n, at_e, keep, E)
         change = tl.zeros([C, BD], tl.float32) + u[None, :]
-        change = product(x, r, change, False, True, HALF, WIDE, PRECISION)
+        change = product(x, r, change, False, True, HALF, PRECISION)
         if segments is not None:
             ids = ids_of(segments, segments_strides, b, span * SPAN, at_n, n)
             before = id_at(segments, segments_strides, b, span * SPAN + i * C - 1, n)
@@ -638,18 +610,18 @@ def grad_k_kernel(
             meet = at_c[:, None] <= at_c[None, :]
             if segments is not None:
                 meet = meet & (ids[:, None] == ids[None, :])
-            a = product(x, above, tl.zeros([C, C], tl.float32), False, False, HALF, WIDE, PRECISION)
+            a = product(x, above, tl.zeros([C, C], tl.float32), False, False, HALF, PRECISION)
             a = tl.where(meet, (a + w[None, :]) * c[None, :], 0.0)
-            change = product(a, fq, change, True, MAP != 1, HALF, WIDE, PRECISION)
+            change = product(a, fq, change, True, MAP != 1, HALF, PRECISION)
             if segments is not None:
                 fq = tl.where((ids == before)[:, None], fq, 0.0)
                 r = tl.where(before == last, r, 0.0)
                 u = tl.where(before == last, u, 0.0)
             fq *= c[:, None]
-            r = product(above, fq, r, False, True, HALF, WIDE, PRECISION)
+            r = product(above, fq, r, False, True, HALF, PRECISION)
             u += tl.sum(fq * w[:, None], 0)
         x = rows(k, k_strides, at_n, at_d, keep, D).to(tl.float32)
-        y = stored(tl.where(keep[:, None], change * slope(x, MAP), 0.0), dk, WIDE)
+        y = stored(tl.where(keep[:, None], change * slope(x, MAP), 0.0), dk)
         store_rows(dk, dk_strides, at_n, at_d, y, there, D)
 
 
@@ -667,12 +639,7 @@ def grad_v_kernel(
     spans,
     states,
     heads,
-    q_strides,
-    k_strides,
-    g_strides,
-    dv_strides,
-    mask_strides,
-    segments_strides,
+    strides,
     D: tl.constexpr,
     E: tl.constexpr,
     MAP: tl.constexpr,
@@ -682,10 +649,10 @@ def grad_v_kernel(
     BD: tl.constexpr,
     BE: tl.constexpr,
     HALF: tl.constexpr,
-    WIDE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """dv (B,H,N,E) from the gradients ``ends`` of the states after spans, back in time: R (D,E) in registers."""
+    q_strides, k_strides, g_strides, dv_strides, mask_strides, segments_strides = strides
     block, span, pair, b, h = place(spans, heads, (E + BE - 1) // BE)
     first, left = span.to(tl.int64) * SPAN, n - span * SPAN
     at_c, at_d, at_e = tl.arange(0, C), tl.arange(0, BD), block * BE + tl.arange(0, BE)
@@ -703,7 +670,7 @@ def grad_v_kernel(
         there = at_n < left
         keep = kept(mask, mask_strides, b, first, at_n, left)
         fk = feature_rows(rows(k, k_strides, at_n, at_d, keep, D), at_d, keep, D, MAP)
-        change = product(fk, r, tl.zeros([C, BE], tl.float32), MAP != 1, True, HALF, WIDE, PRECISION)
+        change = product(fk, r, tl.zeros([C, BE], tl.float32), MAP != 1, True, HALF, PRECISION)
         if segments is not None:
             ids = ids_of(segments, segments_strides, b, span * SPAN, at_n, n)
             before = id_at(segments, segments_strides, b, span * SPAN + i * C - 1, n)
@@ -716,15 +683,15 @@ def grad_v_kernel(
             meet = at_c[:, None] <= at_c[None, :]
             if segments is not None:
                 meet = meet & (ids[:, None] == ids[None, :])
-            a = product(fk, fq, tl.zeros([C, C], tl.float32), MAP != 1, MAP != 1, HALF, WIDE, PRECISION)
+            a = product(fk, fq, tl.zeros([C, C], tl.float32), MAP != 1, MAP != 1, HALF, PRECISION)
             a = tl.where(meet, a * c[None, :], 0.0)
-            change = product(a, above, change, True, False, HALF, WIDE, PRECISION)
+            change = product(a, above, change, True, False, HALF, PRECISION)
             if segments is not None:
                 fq = tl.where((ids == before)[None, :], fq, 0.0)
                 r = tl.where(before == last, r, 0.0)
             fq *= c[None, :]
-            r = product(fq, above, r, True, False, HALF, WIDE, PRECISION)
-        y = stored(tl.where(keep[:, None], change, 0.0), dv, WIDE)
+            r = product(fq, above, r, True, False, HALF, PRECISION)
+        y = stored(tl.where(keep[:, None], change, 0.0), dv)
         store_rows(dv, dv_strides, at_n, at_e, y, there, E)
 
 
@@ -738,20 +705,15 @@ def step_kernel(
     o,
     heads,
     eps,
-    q_strides,
-    k_strides,
-    v_strides,
-    state_strides,
-    after_strides,
-    o_strides,
+    strides,
     D: tl.constexpr,
     E: tl.constexpr,
     MAP: tl.constexpr,
     BD: tl.constexpr,
     BE: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """One token: o (B,H,E) and the state after it (B,H,D,E+1), which may be ``state`` itself. A program per head."""
+    q_strides, k_strides, v_strides, state_strides, after_strides, o_strides = strides
     pair = tl.program_id(0).to(tl.int64)
     b, h = pair // heads, pair % heads
     at_d, at_e = tl.arange(0, BD), tl.arange(0, BE)
@@ -774,6 +736,6 @@ def step_kernel(
     d = tl.sum(fq * z, 0) + eps
     total = tl.sum(fq[:, None] * s, 0)
     y = tl.where(d == 0.0, 0.0, total / tl.where(d == 0.0, 1.0, d))
-    tl.store(moved(o, o_strides, b, h, at_e), stored(y, o, WIDE), mask=in_e)
+    tl.store(moved(o, o_strides, b, h, at_e), stored(y, o), mask=in_e)
     tl.store(after + at_d[:, None] * after_d + at_e[None, :] * after_e, s, mask=inside)
     tl.store(after + at_d * after_d + E * after_e, z, mask=in_d)

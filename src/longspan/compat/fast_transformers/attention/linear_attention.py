@@ -44,13 +44,7 @@ class Sums(nn.Module):
         return type(phi) is ActivationFunctionFeatureMap and phi.activation_function is features.elu
 
     def read(
-        self,
-        queries: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        *,
-        causal: bool,
-        mask: Tensor | None = None,
+        self, queries: Tensor, keys: Tensor, values: Tensor, *, causal: bool, mask: Tensor | None = None
     ) -> Tensor:
         """Attend: queries (N,L,H,E), keys (N,S,H,E), values (N,S,H,D), mask bool (N,S) -> (N,L,H,D)."""
         arguments = {"causal": causal, "eps": self.eps, "mask": mask}

@@ -279,11 +279,7 @@ def _dense(phi: Callable[[Tensor], Tensor], q: Tensor, k: Tensor, v: Tensor, sta
 
 
 def _values(
-    call: Callable[..., Any],
-    parts: list[Tensor],
-    state: Tensor,
-    gradients: bool,
-    more: dict[str, Tensor] | None = None,
+    call: Callable[..., Any], parts: list[Tensor], state: Tensor, gradients: bool, more: dict[str, Tensor] | None = None
 ) -> list[Tensor]:
     """Return the output, the last state, and with ``gradients`` those of all operands, and of ``more`` tensors."""
     leaves = [t.detach().requires_grad_(gradients) for t in (*parts, state)]
