@@ -226,12 +226,7 @@ def test_names_say_what_is_compared():
         False,
     ]
     assert local.read("linear@torch@module") == local.Name("linear", "torch", True)
-    assert [local.read(n).cost for n in ("linear", "softmax", "sdpa", "kernel")] == [
-        "N D^2",
-        "N^2 D",
-        "N^2 D",
-        "N D^2",
-    ]
+    assert [local.read(n).cost for n in ("linear", "softmax", "sdpa", "kernel")] == ["N D^2", "N^2 D", "N^2 D", "N D^2"]
     assert decoders.read("softmax@engine@bf16") == decoders.Name("softmax", True, True)
     for wrong in ("linear@plain@engine", "linear@bf16@bf16"):
         with pytest.raises(ValueError, match="@plain and @engine"):

@@ -115,8 +115,7 @@ UNUSED = {
 # Compiling a family takes many seconds.
 @pytest.mark.full
 @pytest.mark.parametrize(
-    "kernel",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != "linear")) for name in UNUSED],
+    "kernel", [pytest.param(name, marks=[pytest.mark.slow] * (name != "linear")) for name in UNUSED]
 )
 def test_kernels_with_clocks(kernel, clocks):
     family = profile.KERNELS[kernel].family

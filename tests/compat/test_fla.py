@@ -219,10 +219,7 @@ def test_a_real_one_is_displaced_only_where_that_is_meant(monkeypatch):
         ({"state_v_first": True}, "state_v_first=True: "),
         ({"offsets": torch.tensor([0, 3])}, "chunk_gated_delta_rule.*'offsets'"),
         ({"q": torch.zeros(2, T, K)}, r"q .*\(B, T, H, D\).*\(2, 37, 3\)"),
-        (
-            {"g": torch.zeros(B, HV, T)},
-            r"\(2, 37, 4\).*\(2, 4, 37\)",
-        ),
+        ({"g": torch.zeros(B, HV, T)}, r"\(2, 37, 4\).*\(2, 4, 37\)"),
         ({"beta": torch.zeros(B, T, HV, V)}, r"beta .*\(2, 37, 4\)"),
         ({"cu_seqlens": torch.tensor([0, T])}, "cu_seqlens.*2"),
         ({"initial_state": torch.zeros(1, HV, K, V)}, r"state .*torch.float64.*\(2, 4, 3, 5\)"),

@@ -275,11 +275,7 @@ CASES = {
     "mamba2": ("mamba2", {"tie_word_embeddings": True}, convert_mamba),
     "qwen35": ("qwen3_5", QWEN, convert_qwen),
     "qwen35moe": ("qwen3_5_moe", QWEN | MOE, convert_qwen),
-    "qwen3next": (
-        "qwen3_next",
-        QWEN | MOE,
-        convert_qwen,
-    ),
+    "qwen3next": ("qwen3_next", QWEN | MOE, convert_qwen),
     "granitehybrid": ("granitemoehybrid", {"shared_intermediate_size": 32, "intermediate_size": 64}, convert_granite),
     "granitehybrid dense": (
         "granitemoehybrid",

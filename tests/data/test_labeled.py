@@ -146,11 +146,7 @@ def test_generated_texts_are_labeled_by_their_majority():
         ("a.tsv", "text\tlabel\nx\n", "line 2 of .*a.tsv: its label must be a word"),
         ("a.tsv", 'text\tlabel\n"x\ty\n', "a.tsv .*excel-tab.*unexpected end of data"),
         ("a.jsonl", jsonl(PLAIN[:5]), "has 5 texts"),
-        (
-            "a.jsonl",
-            jsonl([(text, "same") for text, _ in PLAIN]),
-            "has one label, 'same'",
-        ),
+        ("a.jsonl", jsonl([(text, "same") for text, _ in PLAIN]), "has one label, 'same'"),
     ],
 )
 def test_what_is_no_labeled_text_is_named(name, content, message, tmp_path):

@@ -64,11 +64,7 @@ def test_positions_below_zero(made):
 )
 def test_counters_of_another_kind(made, counts):
     state, step = made
-    for odd in (
-        change(state, 0, position=counts),
-        change(state, 1, length=counts),
-        state._replace(position=counts),
-    ):
+    for odd in (change(state, 0, position=counts), change(state, 1, length=counts), state._replace(position=counts)):
         with pytest.raises(ValueError, match="state"):
             step(TOKEN, odd)
 

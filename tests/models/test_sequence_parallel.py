@@ -228,8 +228,7 @@ def test_traffic_does_not_depend_on_the_length(run, spec, numbers):
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("spec", "kind", "keys"),
-    [("linear", "sum", 8), ("gla", "decay", 4), ("deltanet(convolution=0)", "delta", 8)],
+    ("spec", "kind", "keys"), [("linear", "sum", 8), ("gla", "decay", 4), ("deltanet(convolution=0)", "delta", 8)]
 )
 def test_the_page_counts_states(run, spec, kind, keys):
     one, three = (run(3, shard_cases.traffic, 16, depth, spec)[0] for depth in (1, 3))

@@ -173,10 +173,7 @@ class TestCommands:
         (tmp_path / "c.jsonl").write_text(lines.replace("odd", "strange"))
         for more, message in (
             (["--data", "labels:c.jsonl"], "has the label 'strange', but the labels of the model are even, odd"),
-            (
-                ["--data", "digits"],
-                "run holds an encoder, which cannot read digits",
-            ),
+            (["--data", "digits"], "run holds an encoder, which cannot read digits"),
             (["--stepwise"], "--stepwise requires a model that generates tokens"),
         ):
             assert main(["eval", "run", *more]) == 2
