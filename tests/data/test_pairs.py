@@ -94,66 +94,6 @@ def test_padding_is_on_the_right_and_masked(file):
     assert few.source.shape == (2, 3)
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("abc", r"line 65 of .*words.tsv has 1 columns"),
-        ("a\tb\tc", "line 65 of .* has 3 columns"),
-        ("", "line 65 of .* has 1 columns"),
-        ("\tb", "line 65 of .*: its source is empty"),
-        (b"ab\xff\tc", "line 65 of .* is not UTF-8: byte 0xff at place 3"),
-        ("x" * 9 + "\tb", "line 65 of .*: its source has 9 bytes, more than length=8; shorten it, or train with a"),
-        ("b\t" + "x" * 8, "line 65 of .*: its target has 8 bytes and the stop token, more than length=8"),
-    ],
-)
-def test_a_line_that_is_no_pair_is_named(file, line, message):
-    with file.open("ab") as more:
-        more.write((line if isinstance(line, bytes) else line.encode()) + b"\nlast\tline")
-    with pytest.raises(ValueError, match=message):
-        data.load(f"pairs:{file}", 8)
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "line 1 of .* is not JSON: Expecting"),
-        ("[[1], [2]]", r"line 1 of .* must be \{\"source\": .* \[\[1\], \[2\]\]"),
-        ('{"source": 3, "target": [1]}', "line 1 of .*: its source must be a list of integers, got 3"),
-        ('{"source": [1], "target": [true]}', "line 1 of .*: its target has True; tokens are integers from 0"),
-        ('{"source": [-1], "target": []}', "line 1 of .*: its source has -1; tokens are"),
-        ('{"source": [1.5], "target": []}', "line 1 of .*: its source has 1.5; tokens are"),
-        ('{"source": [], "target": [1]}', "line 1 of .*: its source is empty"),
-    ],
-)
-def test_a_line_of_json_that_is_no_pair_is_named(tmp_path, line, message):
-    (tmp_path / "n.jsonl").write_text(line)
-    with pytest.raises(ValueError, match=message):
-        data.load(f"pairs:{tmp_path / 'n.jsonl'}")
-
-
-def test_what_is_no_file_of_pairs(tmp_path, file):
-    with pytest.raises(ValueError, match="no pairs at .*/none: there is no such file.*: dates"):
-        data.load(f"pairs:{tmp_path / 'none'}")
-    with pytest.raises(ValueError, match="nothing follows the colon of 'pairs:'"):
-        data.load("pairs:")
-    with pytest.raises(ValueError, match="pairs:FILE.*pairs:dates"):
-        data.load("pairs")
-    (tmp_path / "packed").write_bytes(gzip.compress(file.read_bytes()))
-    with pytest.raises(ValueError, match="packed by gzip; unpack it first"):
-        data.load(f"pairs:{tmp_path / 'packed'}")
-    (tmp_path / "few").write_text("a\tb\n")
-    with pytest.raises(ValueError, match="has 1 pairs.* validation.* 20"):
-        data.load(f"pairs:{tmp_path / 'few'}")
-
-
-def test_indices_and_splits_that_are_not_there(file):
-    found = data.load(f"pairs:{file}")
-    with pytest.raises(ValueError, match="unknown split 'tset'"):
-        found.count("tset")
-    with pytest.raises(ValueError, match="indices 0 ... 99 .* 0 ... "):
-        found.take("train", torch.tensor([0, 99]))
-
-
 def test_names_and_units():
     assert data.absolute("pairs:dates") == "pairs:dates"
     assert data.absolute("pairs:/a.tsv") == "pairs:/a.tsv"
