@@ -1,7 +1,6 @@
 """Training: the pure functions of the step, what a run learns and leaves in its folder, and what it reports."""
 
 import csv
-import itertools
 import math
 
 import pytest
@@ -33,31 +32,6 @@ def whole(tmp_path_factory):
 @pytest.fixture(scope="module")
 def digits():
     return data.load("digits")
-
-
-class TestRate:
-    def test_warm_up_is_linear_and_reaches_the_rate(self):
-        for schedule in ({"schedule": "constant"}, {"schedule": "cosine"}, {"schedule": "drop", "drop_at": 9}):
-            run = TrainConfig(steps=20, warmup=4, learning_rate=0.5, **schedule)
-            assert [rate(run, step) for step in range(4)] == [0.125, 0.25, 0.375, 0.5]
-            assert rate(run, 4) == 0.5
-
-    def test_cosine_falls_to_nothing_by_way_of_a_half(self):
-        run = TrainConfig(steps=25, warmup=5, learning_rate=2.0)
-        rates = [rate(run, step) for step in range(5, 26)]
-        assert all(a > b for a, b in itertools.pairwise(rates))
-        assert rates[10] == pytest.approx(1.0)
-        assert rates[20] == pytest.approx(0.0, abs=1e-12)
-
-    def test_drop_is_to_a_tenth_after_drop_at_steps(self):
-        run = TrainConfig(schedule="drop", drop_at=7, learning_rate=1e-3)
-        assert [rate(run, step) for step in (0, 6, 7, 999)] == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
-
-    def test_constant(self):
-        assert {rate(TrainConfig(schedule="constant"), step) for step in range(5)} == {1e-3}
-
-    def test_a_warm_up_as_long_as_the_run(self):
-        assert math.isfinite(rate(TrainConfig(steps=3, warmup=3), 3))
 
 
 def test_step_seeds_differ_by_seed_index_and_rank():
