@@ -11,6 +11,12 @@ MISTAKES = {
     # Any experiment.
     "approximatoin": "unknown experiment 'approximatoin' (did you mean 'approximation'?); known: ",
     "": "NAME",
+    "all --only capacitty": "unknown experiment 'capacitty' (did you mean 'capacity'?); known: approximation, ",
+    "all --skip third": "unknown experiment 'third'; known: approximation, ",
+    "all --scale paper --only capacity": "this experiment has no scale 'paper'; it has: laptop",
+    "all --data nowhere": "--data=nowhere",
+    "all --quick --scale paper": "--quick cannot be combined with --scale paper",
+    "all --rounds 3": "unknown option '--rounds'",
     "capacity --kinds dfpf1": "unknown kind 'dfpf1' (did you mean 'dpfp1'?); known: dpfp1, dpfp2",
     "capacity --kind linear": "unknown option '--kind' (did you mean '--kinds'?); known: --help, --keys, --kinds",
     "capacity --replacing softmax": "replacing=softmax: the delta rule needs a fixed feature map, which",
