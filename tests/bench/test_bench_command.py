@@ -66,7 +66,6 @@ def ran(capsys, *words, code=0):
     return out, result
 
 
-@pytest.mark.full
 def test_attention_in_whole(capsys, other):
     """One run with everything: real processes for memory, and another library."""
     words = ["linear", "linear@torch", "sdpa", "linear@module", "--lengths", "9,17", "--heads", "2", "--size", "4"]
@@ -354,7 +353,6 @@ def test_limits(capsys, monkeypatch):
     assert "GEMM, GFLOP/s" in out
 
 
-@pytest.mark.full
 def test_rewind(capsys):
     sizes = "--dim 16 --depth 1 --heads 2 --drafts 1,3 --tokens 5 --rounds 1 --dtypes float32"
     out, result = ran(capsys, "rewind", *"--length 40 --rooms 2 --edits 1".split(), *sizes.split())

@@ -76,7 +76,6 @@ def test_what_fails_is_said(capsys, monkeypatch):
     assert {row["candidate"] for row in result["rows"]} == {"checkpointed", "reversible"}
 
 
-@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 def test_processes_measure(capsys):
     """There are enough tokens that activations dominate the memory of the process."""

@@ -36,7 +36,6 @@ def ran(capsys, specs, *words, code=0):
     return out, result
 
 
-@pytest.mark.full
 def test_members_in_whole(capsys):
     """One run with everything: real processes for memory, a mechanism without a causal form, one with a longest row."""
     specs = "gla; star; local(window=3); synthesizer(length=20)"

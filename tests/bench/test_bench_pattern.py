@@ -14,16 +14,8 @@ from longspan_lab.tools import performance
 from support.bench import in_quiet, run_into_o, weigh_nothing
 
 TEXTS = ("band(5)", "causal & (band(2) | random(2))")
-TASK = {
-    "what": "attention",
-    "length": 23,
-    "backward": True,
-    "dtype": "float32",
-    "batch": 2,
-    "heads": 3,
-    "size": 5,
-    "threads": 1,
-}
+TASK = {"what": "attention", "batch": 2, "length": 23, "heads": 3, "size": 5}
+TASK |= {"dtype": "float32", "backward": True, "threads": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +39,6 @@ def local(function):
     return candidates.Local("it", {"attention": lambda task: function}, candidates.Process([]))
 
 
-@pytest.mark.full
 def test_in_whole(capsys, weightless):
     out, result = ran(capsys, "--patterns", "; ".join(TEXTS), "--lengths", "29,17")
     ours = ("native", "torch") if available() else ("torch",)
@@ -217,7 +208,6 @@ def test_what_would_take_too_long_is_left_out(monkeypatch):
     assert "it would need about 84 MB of memory; 100 are free" in one.left_out["p", "sdpa mask", "forward"]
 
 
-@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_memory_is_measured_in_a_process_that_finds_candidates_by_name():
     process = pattern.weigher()

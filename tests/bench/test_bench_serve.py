@@ -40,7 +40,6 @@ def test_a_pool_under_load(monkeypatch, attention):
     assert result["left_out"] == []
 
 
-@pytest.mark.full
 def test_a_server_under_load():
     pytest.importorskip("uvicorn", reason="the server: pip install longspan[serve]")
     result = ran()

@@ -49,7 +49,6 @@ def close(a, b):
     return float((a - b).abs().max()) <= 1e-5 * max(1.0, float(b.abs().max()))
 
 
-@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("spec", SPECS)
 def test_an_attention_is_one_node(spec, tmp_path):
@@ -71,7 +70,6 @@ def test_an_attention_is_one_node(spec, tmp_path):
         assert all(close(a, b) for a, b in zip(after, state, strict=True) if b.numel())
 
 
-@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["gated_deltanet(key_heads=1)", "linear"])
 def test_the_standards_operator(spec, tmp_path):
@@ -85,7 +83,6 @@ def test_the_standards_operator(spec, tmp_path):
     assert close(session(x, session.start(3))[0], attention(x)[0])
 
 
-@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("specs", "positions", "nodes"),
@@ -121,7 +118,6 @@ def test_a_hybrid_decoder_writes_what_it_writes_here(specs, positions, nodes, tm
     assert torch.equal(torch.stack(drawn, 1), torch.stack(expected, 1))
 
 
-@pytest.mark.full
 def test_what_cannot_be_exported_is_refused(tmp_path):
     path = tmp_path / "a.onnx"
     with pytest.raises(ValueError, match="Decoder.*Linear"):
@@ -190,7 +186,6 @@ def exported(spec, *given, free=False):
     ), block
 
 
-@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["gated_deltanet", "linear", *late("gla", "kda")])
 def test_torch_exports_a_module_around_a_mechanism(spec):
@@ -200,7 +195,6 @@ def test_torch_exports_a_module_around_a_mechanism(spec):
         assert close(session(x), block(x))
 
 
-@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["mamba", "rwkv7", *late("mamba3", "retention")])
 def test_torch_exports_other_recurrences_with_a_fixed_length(spec):
@@ -209,7 +203,6 @@ def test_torch_exports_other_recurrences_with_a_fixed_length(spec):
     assert close(session(x), block(x))
 
 
-@pytest.mark.full
 @torch.no_grad()
 def test_torch_exports_a_mask():
     mask = torch.arange(9)[None] < torch.tensor([[9], [5]])

@@ -139,7 +139,6 @@ class TestCosts:
         assert found["talking_heads"] > 16
         assert found["linear"] < found["talking_heads"] / 2
 
-    @pytest.mark.full
     def test_memory_is_measured_with_two_threads(self):
         """Not as in a child of a process whose threads have computed, which waits for them for ever."""
         code = (

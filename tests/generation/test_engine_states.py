@@ -223,7 +223,6 @@ def test_a_step_compiles_although_counters_are_checked():
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.full
 @needs_kernels
 def test_the_process_survives():
     """As a whole program, where a read beyond the end would end it."""

@@ -26,7 +26,7 @@ from longspan.compat.transformers import LongspanConfig, LongspanForCausalLM
 from longspan.data import documents, tokenization
 
 TESTS = Path(__file__).parents[1]
-pytestmark = [pytest.mark.full, pytest.mark.usefixtures("restored")]
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 @pytest.fixture(scope="module")
