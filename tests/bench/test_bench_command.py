@@ -28,7 +28,7 @@ from longspan_lab.bench import (
     report,
 )
 from longspan_lab.cli import bench
-from support.bench import in_quiet, run_into_o, weigh_nothing
+from support.bench import in_quiet, run_into_o
 
 MODEL = ["--dim", "6", "--depth", "1", "--heads", "2", "--feedforward", "5"]
 
@@ -48,11 +48,6 @@ def other(monkeypatch):
     served = {"ft": bench_subjects.SUBJECTS["ft"]}
     monkeypatch.setattr(peers, "__file__", bench_subjects.__file__)
     monkeypatch.setattr(peers, "SUBJECTS", served)
-
-
-@pytest.fixture
-def weightless(monkeypatch):
-    weigh_nothing(monkeypatch)
 
 
 def ran(capsys, *words, code=0):

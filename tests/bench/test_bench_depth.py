@@ -13,10 +13,7 @@ from longspan_lab.bench import candidates, depth
 SMALL = ["--length", "32", "--dim", "8", "--heads", "2", "--feedforward", "16"]
 
 
-@pytest.fixture(autouse=True)
-def at(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("at")
 
 
 def asked(monkeypatch, answer):

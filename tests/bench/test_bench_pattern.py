@@ -11,7 +11,7 @@ from longspan.ops import sparse
 from longspan.ops.native.call import available
 from longspan_lab.bench import candidates, case, pattern, worker
 from longspan_lab.tools import performance
-from support.bench import in_quiet, run_into_o, weigh_nothing
+from support.bench import in_quiet, run_into_o
 
 TEXTS = ("band(5)", "causal & (band(2) | random(2))")
 TASK = {"what": "attention", "batch": 2, "length": 23, "heads": 3, "size": 5}
@@ -23,11 +23,6 @@ def at(tmp_path, monkeypatch):
     in_quiet(tmp_path, monkeypatch)
     torch.manual_seed(0)
     return tmp_path
-
-
-@pytest.fixture
-def weightless(monkeypatch):
-    weigh_nothing(monkeypatch)
 
 
 def ran(capsys, *words, code=0):

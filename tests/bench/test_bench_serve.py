@@ -13,10 +13,7 @@ from longspan_lab.bench import serve
 CONFIG = longspan.DecoderConfig(vocab=256, dim=16, heads=2, depth=1, attention="gated_deltanet", feedforward=16)
 
 
-@pytest.fixture(autouse=True)
-def at(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("at")
 
 
 def ran(*words):

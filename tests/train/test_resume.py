@@ -39,19 +39,6 @@ def whole(tmp_path_factory):
 
 
 class TestStopAndResume:
-    # Step 5: between two checkpoints. Step 8: an evaluation would be due, which the resumed run makes up for.
-    @pytest.mark.parametrize("step", [5, 8])
-    def test_interrupted_and_resumed_is_uninterrupted(self, tmp_path, whole, monkeypatch, step):
-        handler = signal.getsignal(signal.SIGINT)
-        with monkeypatch.context() as patch:
-            press_at(patch, step - 1)
-            with pytest.raises(KeyboardInterrupt, match=f"interrupted at step {step}; step-0000000{step} is saved in"):
-                fit(TINY, tiny(tmp_path), progress=False)
-        assert signal.getsignal(signal.SIGINT) is handler
-        assert fit(TINY, tiny(tmp_path), resume=True, progress=False).steps == 11
-        assert weights(tmp_path) == weights(whole)
-        assert (tmp_path / "run/checkpoints/best").read_text() == (whole / "run/checkpoints/best").read_text()
-
     # At the best step itself, whose evaluation is made up for, and after it, when its figure is remembered.
     @pytest.mark.parametrize("step", [4, 6])
     def test_goes_on_from_the_last_and_the_best_stays_the_best(self, tmp_path, monkeypatch, step):
@@ -150,6 +137,7 @@ SPANS = DecoderConfig(**SMALL, depth=2, attention="adaptive_span(span=11, ramp=3
 LAYERS = {"intermediate": True, "targets": 2}
 # Kinds of runs -> model and fields; their data are made by the fixture.
 RUNS = {
+    "plain": (TINY, {}),
     "average": (TINY, {"ema": 0.9}),
     "auxiliary": (replace(SPANS, depth=4, attention="linear; softmax"), LAYERS),
     "labels": (
@@ -169,7 +157,14 @@ RUNS = {
 }
 # Kind, the step of Ctrl-C, and how often it comes. Step 5: between two checkpoints. Step 8: an evaluation is due.
 # Step 2: an auxiliary loss has just stopped. What comes twice loses the steps since the checkpoint of step 6.
-CUTS = [*((kind, 5, 1) for kind in RUNS), ("pairs", 8, 1), ("stream", 8, 2), ("labels", 8, 2), ("auxiliary", 2, 1)]
+CUTS = [
+    *((kind, 5, 1) for kind in RUNS),
+    ("plain", 8, 1),
+    ("pairs", 8, 1),
+    ("stream", 8, 2),
+    ("labels", 8, 2),
+    ("auxiliary", 2, 1),
+]
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +192,9 @@ def wholes(tmp_path_factory):
 @pytest.mark.parametrize(("kind", "step", "times"), CUTS)
 def test_every_kind_of_run_is_resumed_to_the_last_bit(kind, step, times, wholes, tmp_path, monkeypatch):
     config, fields, whole = wholes(kind)
+    handler = signal.getsignal(signal.SIGINT)
     fit_in_two(config, tiny(tmp_path, **fields), step, monkeypatch, times)
+    assert signal.getsignal(signal.SIGINT) is handler
     assert weights(tmp_path) == weights(whole)
     assert (tmp_path / "run/checkpoints/best").read_text() == (whole / "run/checkpoints/best").read_text()
     one, other = (checkpoint.load_training(checkpoint.resolve(at / "run", prefer="last")) for at in (tmp_path, whole))

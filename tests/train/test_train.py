@@ -199,15 +199,6 @@ class TestTraining:
         assert norms[:3] == pytest.approx([0.01] * 3, rel=1e-3)
         assert min(norms[3:]) > 0.1
 
-    def test_only_matrices_decay(self):
-        run = TrainConfig(weight_decay=0.3)
-        groups = loop.Task(Decoder(TINY), run, objectives.NextToken(run, None)).configure_optimizers().param_groups
-        assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
-        assert {p.ndim for p in groups[0]["params"]} == {2}
-        # Biases, gains, and the two embeddings: of tokens and of positions.
-        assert [p.ndim for p in groups[1]["params"]].count(2) == 2
-        assert sum(len(group["params"]) for group in groups) == len(list(Decoder(TINY).parameters()))
-
 
 class TestReport:
     def test_only_lines_without_a_terminal(self, tmp_path, capfd):
