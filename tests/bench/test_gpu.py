@@ -181,14 +181,7 @@ def test_limits_can_be_changed(gpu, monkeypatch, tmp_path):
 FAILED = [
     {"part": "laws", "mechanism": "gla", "law": "causal", "status": "failed", "error": 0.5, "note": "off by 0.5"},
     {"part": "kernels", "kernel": "delta_rule", "n": 7, "dim": 64, "dtype": "float32", "status": "failed", "note": "x"},
-    {
-        "part": "bench",
-        "candidate": "sdpa causal",
-        "mode": "forward",
-        "n": 64,
-        "dim": 16,
-        "error": "OutOfMemoryError: x",
-    },
+    {"part": "bench", "candidate": "sdpa causal", "mode": "forward", "n": 64, "dim": 16, "error": "OutOfMemoryError"},
 ]
 
 

@@ -234,16 +234,8 @@ def test_texts_with_a_static_cache(kind, length, left):
 
     def written(name, **how):
         made.set_attn_implementation(name)
-        return made.generate(
-            x,
-            attention_mask=hidden,
-            max_new_tokens=5,
-            do_sample=False,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-            **how,
-        )
+        how |= {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "output_logits": True}
+        return made.generate(x, attention_mask=hidden, return_dict_in_generate=True, **how)
 
     wanted = written("eager")
     softmax.calls.clear()
@@ -316,20 +308,10 @@ def test_masks_that_no_pattern_describes_go_to_sdpa_and_are_counted():
 def test_an_encoder_with_windows():
     if version() < (5, 14):
         pytest.skip("ModernBERT of older transformers supports only its built-in attention")
-    config = transformers.ModernBertConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        local_attention=6,
-        global_attn_every_n_layers=3,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        cls_token_id=1,
-        sep_token_id=2,
-    )
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "local_attention": 6, "global_attn_every_n_layers": 3}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    config = transformers.ModernBertConfig(**sizes, **ends)
     torch.manual_seed(0)
     made, hidden = transformers.ModernBertModel(config).eval(), padded(2, 29)
     with torch.no_grad():

@@ -37,14 +37,8 @@ def installed():
 
 
 def small(**options):
-    return {
-        "n_layers": 2,
-        "n_heads": 2,
-        "query_dimensions": 5,
-        "value_dimensions": 3,
-        "feed_forward_dimensions": 7,
-        **options,
-    }
+    sizes = {"n_layers": 2, "n_heads": 2, "query_dimensions": 5, "value_dimensions": 3, "feed_forward_dimensions": 7}
+    return sizes | options
 
 
 # install and uninstall

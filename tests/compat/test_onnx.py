@@ -91,18 +91,8 @@ def test_the_standards_operator(spec, tmp_path):
 )
 def test_a_hybrid_decoder_writes_what_it_writes_here(specs, positions, nodes, tmp_path, capsys):
     torch.manual_seed(0)
-    model = longspan.Decoder(
-        longspan.DecoderConfig(
-            dim=16,
-            depth=specs.count(";") + 1,
-            heads=2,
-            feedforward=32,
-            vocab=11,
-            attention=specs,
-            positions=positions,
-            length=60,
-        )
-    ).eval()
+    sizes = {"dim": 16, "depth": specs.count(";") + 1, "heads": 2, "feedforward": 32, "vocab": 11, "length": 60}
+    model = longspan.Decoder(longspan.DecoderConfig(**sizes, attention=specs, positions=positions)).eval()
     longspan.save(model, tmp_path / "model")
     assert entry.main(["export", str(tmp_path / "model"), str(tmp_path / "m.onnx")]) == 0
     assert f"{nodes} of them LinearAttention" in capsys.readouterr().out

@@ -50,14 +50,9 @@ def test_a_foreign_mechanism(foreign, message):
 @pytest.mark.parametrize(
     ("foreign", "ours"),
     [
-        ("n_layers", "depth"),
-        ("num_layers", "depth"),
-        ("layers", "depth"),
-        ("nhead", "heads"),
-        ("n_heads", "heads"),
-        ("num_heads", "heads"),
-        ("d_model", "dim"),
-        ("hidden_size", "dim"),
+        *((name, "depth") for name in ("n_layers", "num_layers", "layers")),
+        *((name, "heads") for name in ("nhead", "n_heads", "num_heads")),
+        *((name, "dim") for name in ("d_model", "hidden_size")),
         ("ffn", "feedforward"),
     ],
 )

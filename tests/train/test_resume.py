@@ -157,14 +157,8 @@ RUNS = {
 }
 # Kind, the step of Ctrl-C, and how often it comes. Step 5: between two checkpoints. Step 8: an evaluation is due.
 # Step 2: an auxiliary loss has just stopped. What comes twice loses the steps since the checkpoint of step 6.
-CUTS = [
-    *((kind, 5, 1) for kind in RUNS),
-    ("plain", 8, 1),
-    ("pairs", 8, 1),
-    ("stream", 8, 2),
-    ("labels", 8, 2),
-    ("auxiliary", 2, 1),
-]
+CUTS = [*((kind, 5, 1) for kind in RUNS), *((kind, 8, 1) for kind in ("plain", "pairs"))]
+CUTS += [("stream", 8, 2), ("labels", 8, 2), ("auxiliary", 2, 1)]
 
 
 @pytest.fixture(scope="module")

@@ -109,14 +109,15 @@ def test_documents_are_kept_apart(strategy, tmp_path):
 def test_torchrun_gives_the_losses_of_one_process(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} squared is {i * i}\n" for i in range(3000)))
-    words = [
-        f"--run.data=text:{text}",
-        "--run.length=48",
-        "--run.steps=20",
-        "--run.evaluate_every=5",
+    words = [f"--run.data=text:{text}", "--run.length=48", "--run.steps=20", "--run.evaluate_every=5"]
+    words += [
         "--run.learning_rate=0.01",
+        "--run.evaluate_examples=8",
+        "--run.save_every=10",
+        "--model.dim=16",
+        "--model.depth=2",
+        "--run.batch=4",
     ]
-    words += ["--run.evaluate_examples=8", "--run.save_every=10", "--model.dim=16", "--model.depth=2", "--run.batch=4"]
     words += ["--model.heads=2", "--model.feedforward=32", "--model.attention=gated_deltanet", "--model.positions=none"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     sequence = ["--run.devices=2", "--run.strategy=fsdp", "--run.async_checkpoints=true", "--run.sequence_parallel=2"]
