@@ -109,23 +109,20 @@ def test_a_hybrid_decoder_writes_what_it_writes_here(specs, positions, nodes, tm
 
 
 def test_what_cannot_be_exported_is_refused(tmp_path):
-    path = tmp_path / "a.onnx"
-    with pytest.raises(ValueError, match="Decoder.*Linear"):
-        ours.export(torch.nn.Linear(2, 2), path)
-    with pytest.raises(ValueError, match="linear.*causal=True"):
-        ours.export(longspan.build("linear", dim=8, heads=2, causal=False), path)
-    with pytest.raises(ValueError, match=r"query.weight .*torch.float64.*model.float\(\).cpu\(\)"):
-        ours.export(longspan.build("linear", dim=8, heads=2).double(), path)
-    packed = longspan.build("linear", dim=64, heads=2)
+    path, packed = tmp_path / "a.onnx", longspan.build("linear", dim=64, heads=2)
     longspan.quantize(packed, "int8")
-    with pytest.raises(ValueError, match=r"query has quantized weights.*before quantize\(\)"):
-        ours.export(packed, path)
-    with pytest.raises(ValueError, match="'onnx'"):
-        ours.export(longspan.build("linear", dim=8, heads=2), path, domain="onnx")
-    with pytest.raises(ValueError, match="reformer"):
-        ours.export(longspan.build("reformer(chunk=3, buckets=4, rounds=1)", dim=8, heads=2), path)
-    with pytest.raises(ValueError, match="local.*number of tokens"):
-        ours.export(longspan.build("local(window=5)", dim=8, heads=2), path)
+    sizes = {"dim": 8, "heads": 2}
+    for module, options, message in (
+        (torch.nn.Linear(2, 2), {}, "Decoder.*Linear"),
+        (longspan.build("linear", **sizes, causal=False), {}, "linear.*causal=True"),
+        (longspan.build("linear", **sizes).double(), {}, r"query.weight .*torch.float64.*model.float\(\).cpu\(\)"),
+        (packed, {}, r"query has quantized weights.*before quantize\(\)"),
+        (longspan.build("linear", **sizes), {"domain": "onnx"}, "'onnx'"),
+        (longspan.build("reformer(chunk=3, buckets=4, rounds=1)", **sizes), {}, "reformer"),
+        (longspan.build("local(window=5)", **sizes), {}, "local.*number of tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ours.export(module, path, **options)
     assert not path.exists()
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from data_files import check_cifar, cifar_parts, idx, mnist_folder, noise, same, shared
-from longspan.data import download, images, load
+from longspan.data import absolute, download, images, load, unit
 
 
 def test_digits_are_the_whole_of_scikit_learns():
@@ -324,6 +324,16 @@ def test_few_pairs_and_labeled_texts_are_whole_in_each_split_if_asked_for(tmp_pa
         load(f"{kind}:{tmp_path}/a.tsv")
     found = load(f"{kind}:{tmp_path}/a.tsv", short=True)
     assert [found.count(split) for split in found.splits] == [3, 3, 3]
+
+
+def test_absolute_names_and_units():
+    for name in ("digits", "text:stdlib", "pairs:dates", "pairs:/a.tsv", "labels:majority", "labels:/a/b.tsv"):
+        assert absolute(name) == name
+    assert absolute("mnist:files") == f"mnist:{Path.cwd()}/files"
+    assert absolute("text:~/a.txt") == f"text:{Path.home()}/a.txt"
+    assert absolute("pairs:a.tsv") == f"pairs:{Path.cwd()}/a.tsv"
+    names = ("pairs:dates", "text:a", "digits", "labels:x")
+    assert [unit(name) for name in names] == ["token", "byte", "dim", "label"]
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,3 @@ def test_generated_texts_are_labeled_by_their_majority():
     assert found.count("train") + found.count("validation") + found.count("test") == 4000
     assert len(found.checksum) == 64
     assert list(generated.majority()) == list(generated.majority())
-    assert data.absolute("labels:majority") == "labels:majority"
-    assert data.absolute("labels:/a/b.tsv") == "labels:/a/b.tsv"
-    assert data.unit("labels:x") == "label"

@@ -94,13 +94,6 @@ def test_padding_is_on_the_right_and_masked(file):
     assert few.source.shape == (2, 3)
 
 
-def test_names_and_units():
-    assert data.absolute("pairs:dates") == "pairs:dates"
-    assert data.absolute("pairs:/a.tsv") == "pairs:/a.tsv"
-    assert data.absolute("pairs:a.tsv").endswith("/a.tsv")
-    assert [data.unit(name) for name in ("pairs:dates", "text:a", "digits")] == ["token", "byte", "dim"]
-
-
 class TestGenerated:
     def test_every_date_is_what_its_words_say(self):
         """By what stands in the text, read in another way than it was written."""

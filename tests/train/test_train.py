@@ -74,16 +74,15 @@ class TestBits:
         assert bits(model, digits, "test", examples=3) == bits(model, digits, "test", examples=3)
         assert model.training is training
 
-    def test_refuses(self, model, digits):
-        with pytest.raises(ValueError, match="batch=0: must be >= 1"):
-            bits(model, digits, "test", 0)
-        with pytest.raises(ValueError, match="unknown split 'tset'"):
-            bits(model, digits, "tset")
-
-    def test_refuses_an_empty_split(self, model, digits, monkeypatch):
+    def test_refuses(self, model, digits, monkeypatch):
         monkeypatch.setitem(digits.splits, "test", digits.splits["test"][:0])
-        with pytest.raises(ValueError, match="split 'test' of digits has no examples"):
-            bits(model, digits, "test")
+        for split, batch, message in (
+            ("validation", 0, "batch=0: must be >= 1"),
+            ("tset", 64, "unknown split 'tset'"),
+            ("test", 64, "split 'test' of digits has no examples"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                bits(model, digits, split, batch)
 
     def test_long_examples_come_in_small_batches(self):
         assert [default_batch_size(length) for length in (64, 784, 3072, 10**6)] == [64, 16, 4, 1]
