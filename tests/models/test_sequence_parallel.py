@@ -80,7 +80,7 @@ def check(gaps):
         ([8, 6, 7], {"mask": REAL}),
         ([3, 3, 15], {"mask": REAL, "segments": DOCUMENTS, "stated": True}),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, dict) else str(value),
+    ids=lambda value: " ".join(map(str, value)),
 )
 def test_ranks_equal_one(run, spec, lengths, given):
     check(run(len(lengths), shard_cases.attention_gaps, spec, lengths, **given))
