@@ -101,7 +101,6 @@ def test_every_model_is_timed_at_every_position():
 class TestMemory:
     """Each length in a separate process, since a process's peak never falls."""
 
-    @pytest.mark.full
     def test_the_highest_mark_rises_by_what_is_used(self):
         found = taken("x = torch.ones(64 * 2**18)")
         assert 60 <= found <= 80

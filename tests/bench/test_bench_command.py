@@ -28,7 +28,7 @@ from longspan_lab.bench import (
     report,
 )
 from longspan_lab.cli import bench
-from support.bench import in_quiet, run_into_o, weigh_nothing
+from support.bench import in_quiet, run_into_o
 
 MODEL = ["--dim", "6", "--depth", "1", "--heads", "2", "--feedforward", "5"]
 
@@ -50,11 +50,6 @@ def other(monkeypatch):
     monkeypatch.setattr(peers, "SUBJECTS", served)
 
 
-@pytest.fixture
-def weightless(monkeypatch):
-    weigh_nothing(monkeypatch)
-
-
 def ran(capsys, *words, code=0):
     """A run of one round, whose picture shows something."""
     out, result = run_into_o(capsys, *words, "--rounds", "1", code=code)
@@ -66,7 +61,6 @@ def ran(capsys, *words, code=0):
     return out, result
 
 
-@pytest.mark.full
 def test_attention_in_whole(capsys, other):
     """One run with everything: real processes for memory, and another library."""
     words = ["linear", "linear@torch", "sdpa", "linear@module", "--lengths", "9,17", "--heads", "2", "--size", "4"]
@@ -354,7 +348,6 @@ def test_limits(capsys, monkeypatch):
     assert "GEMM, GFLOP/s" in out
 
 
-@pytest.mark.full
 def test_rewind(capsys):
     sizes = "--dim 16 --depth 1 --heads 2 --drafts 1,3 --tokens 5 --rounds 1 --dtypes float32"
     out, result = ran(capsys, "rewind", *"--length 40 --rooms 2 --edits 1".split(), *sizes.split())

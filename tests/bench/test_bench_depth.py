@@ -13,10 +13,7 @@ from longspan_lab.bench import candidates, depth
 SMALL = ["--length", "32", "--dim", "8", "--heads", "2", "--feedforward", "16"]
 
 
-@pytest.fixture(autouse=True)
-def at(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("at")
 
 
 def asked(monkeypatch, answer):
@@ -76,7 +73,6 @@ def test_what_fails_is_said(capsys, monkeypatch):
     assert {row["candidate"] for row in result["rows"]} == {"checkpointed", "reversible"}
 
 
-@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="peaks are read from /proc")
 def test_processes_measure(capsys):
     """There are enough tokens that activations dominate the memory of the process."""

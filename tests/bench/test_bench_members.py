@@ -13,7 +13,7 @@ from longspan.attention.registry import mechanism
 from longspan.cli.entry import INTERRUPTED, main
 from longspan.states import nbytes
 from longspan_lab.bench import candidates, case, figures, members
-from support.bench import in_quiet, run_into_o, weigh_nothing
+from support.bench import in_quiet, run_into_o
 
 SMALL = ["--dim", "8", "--heads", "2", "--rounds", "1"]
 
@@ -21,11 +21,6 @@ SMALL = ["--dim", "8", "--heads", "2", "--rounds", "1"]
 @pytest.fixture(autouse=True)
 def at(tmp_path, monkeypatch):
     in_quiet(tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def weightless(monkeypatch):
-    weigh_nothing(monkeypatch)
 
 
 def ran(capsys, specs, *words, code=0):
@@ -36,7 +31,6 @@ def ran(capsys, specs, *words, code=0):
     return out, result
 
 
-@pytest.mark.full
 def test_members_in_whole(capsys):
     """One run with everything: real processes for memory, a mechanism without a causal form, one with a longest row."""
     specs = "gla; star; local(window=3); synthesizer(length=20)"

@@ -11,19 +11,11 @@ from longspan.ops import sparse
 from longspan.ops.native.call import available
 from longspan_lab.bench import candidates, case, pattern, worker
 from longspan_lab.tools import performance
-from support.bench import in_quiet, run_into_o, weigh_nothing
+from support.bench import in_quiet, run_into_o
 
 TEXTS = ("band(5)", "causal & (band(2) | random(2))")
-TASK = {
-    "what": "attention",
-    "length": 23,
-    "backward": True,
-    "dtype": "float32",
-    "batch": 2,
-    "heads": 3,
-    "size": 5,
-    "threads": 1,
-}
+TASK = {"what": "attention", "batch": 2, "length": 23, "heads": 3, "size": 5}
+TASK |= {"dtype": "float32", "backward": True, "threads": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -31,11 +23,6 @@ def at(tmp_path, monkeypatch):
     in_quiet(tmp_path, monkeypatch)
     torch.manual_seed(0)
     return tmp_path
-
-
-@pytest.fixture
-def weightless(monkeypatch):
-    weigh_nothing(monkeypatch)
 
 
 def ran(capsys, *words, code=0):
@@ -47,7 +34,6 @@ def local(function):
     return candidates.Local("it", {"attention": lambda task: function}, candidates.Process([]))
 
 
-@pytest.mark.full
 def test_in_whole(capsys, weightless):
     out, result = ran(capsys, "--patterns", "; ".join(TEXTS), "--lengths", "29,17")
     ours = ("native", "torch") if available() else ("torch",)
@@ -217,7 +203,6 @@ def test_what_would_take_too_long_is_left_out(monkeypatch):
     assert "it would need about 84 MB of memory; 100 are free" in one.left_out["p", "sdpa mask", "forward"]
 
 
-@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_memory_is_measured_in_a_process_that_finds_candidates_by_name():
     process = pattern.weigher()

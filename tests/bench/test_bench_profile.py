@@ -113,10 +113,8 @@ UNUSED = {
 
 
 # Compiling a family takes many seconds.
-@pytest.mark.full
 @pytest.mark.parametrize(
-    "kernel",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != "linear")) for name in UNUSED],
+    "kernel", [pytest.param(name, marks=[pytest.mark.slow] * (name != "linear")) for name in UNUSED]
 )
 def test_kernels_with_clocks(kernel, clocks):
     family = profile.KERNELS[kernel].family
@@ -161,7 +159,6 @@ def test_a_wrong_step_is_refused(monkeypatch, kernels):
         profile._check_step("decay", 1, profile.Options(heads=2, size=8))
 
 
-@pytest.mark.full
 def test_in_whole(capsys, clocks):
     clocks("linear")
     out, result = ran(capsys, "linear")
@@ -189,7 +186,6 @@ def test_in_whole(capsys, clocks):
     assert "kernel to bound" in out
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "kernels", [("convolution",), pytest.param(("diagonal scan", "selective scan"), marks=pytest.mark.slow)]
 )

@@ -15,10 +15,7 @@ from longspan_lab.bench.candidates import Refused
 SMALL = ["--length", "16", "--layers", "2", "--width", "64", "--vocabulary", "31", "--rounds", "1", "--out", "o"]
 
 
-@pytest.fixture(autouse=True)
-def at(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("at")
 
 
 def ran(code=0):

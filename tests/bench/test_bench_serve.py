@@ -13,10 +13,7 @@ from longspan_lab.bench import serve
 CONFIG = longspan.DecoderConfig(vocab=256, dim=16, heads=2, depth=1, attention="gated_deltanet", feedforward=16)
 
 
-@pytest.fixture(autouse=True)
-def at(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "1000")
-    monkeypatch.chdir(tmp_path)
+pytestmark = pytest.mark.usefixtures("at")
 
 
 def ran(*words):
@@ -40,7 +37,6 @@ def test_a_pool_under_load(monkeypatch, attention):
     assert result["left_out"] == []
 
 
-@pytest.mark.full
 def test_a_server_under_load():
     pytest.importorskip("uvicorn", reason="the server: pip install longspan[serve]")
     result = ran()

@@ -178,45 +178,24 @@ def test_limits_can_be_changed(gpu, monkeypatch, tmp_path):
     assert seen == [gpu.PARTS["machine"], 77]
 
 
-def test_failures_and_parts_that_do_not_end_are_exit_code_1(gpu, monkeypatch, tmp_path, capsys):
-    rows = [
-        {
-            "part": "laws",
-            "mechanism": "gla",
-            "law": "causal",
-            "status": "failed",
-            "error": 0.5,
-            "note": "differ by 0.5",
-        },
-        {
-            "part": "kernels",
-            "kernel": "delta_rule",
-            "n": 7,
-            "dim": 64,
-            "dtype": "float32",
-            "status": "failed",
-            "note": "x",
-        },
-        {
-            "part": "bench",
-            "candidate": "sdpa causal",
-            "mode": "forward",
-            "n": 64,
-            "dim": 16,
-            "error": "OutOfMemoryError: x",
-        },
-    ]
+FAILED = [
+    {"part": "laws", "mechanism": "gla", "law": "causal", "status": "failed", "error": 0.5, "note": "off by 0.5"},
+    {"part": "kernels", "kernel": "delta_rule", "n": 7, "dim": 64, "dtype": "float32", "status": "failed", "note": "x"},
+    {"part": "bench", "candidate": "sdpa causal", "mode": "forward", "n": 64, "dim": 16, "error": "OutOfMemoryError"},
+]
 
+
+def test_failures_and_parts_that_do_not_end_are_exit_code_1(gpu, monkeypatch, tmp_path, capsys):
     def run(command, environment, limit):
         with (tmp_path / "gpu.jsonl").open("a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in rows) + '{"part": "la')
+            file.write("".join(json.dumps(row) + "\n" for row in FAILED) + '{"part": "la')
         return "done"
 
     monkeypatch.setattr(gpu, "_ended", run)
     assert gpu.drive(["laws"], "cpu", True, tmp_path) == 1
-    assert json.loads((tmp_path / "gpu.json").read_text())["rows"] == rows
+    assert json.loads((tmp_path / "gpu.json").read_text())["rows"] == FAILED
     out = capsys.readouterr().out
-    assert "FAILED gla, causal: differ by 0.5" in out
+    assert "FAILED gla, causal: off by 0.5" in out
     assert "FAILED delta_rule, 7 x 64, float32: x" in out
     assert "OutOfMemoryError" in out
     monkeypatch.setattr(gpu, "_ended", lambda *_: "stopped at its limit of 3 s")

@@ -56,7 +56,6 @@ def test_data_parallel_equals_one_process(tmp_path):
     assert found["shards"] == 0
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("job", "kind", "efficient"),
     [
@@ -74,13 +73,11 @@ def test_sharded_equals_one_process(job, kind, efficient, tmp_path):
     assert found["units"] == UNITS
 
 
-@pytest.mark.full
 def test_buffers_are_not_sharded(tmp_path):
     """The random rows of performer; accelerate's efficient loading does not support buffers."""
     check(run([*LAUNCH, *FSDP, "--fsdp_cpu_ram_efficient_loading", "false"], "buffers", tmp_path))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     "job", ["trainer", pytest.param("sharded_trainer_plain", marks=pytest.mark.slow), "sharded_trainer_smoothed"]
 )

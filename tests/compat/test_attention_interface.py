@@ -19,38 +19,15 @@ import transformers
 
 from longspan.compat.transformers.cache import NAME
 
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "num_hidden_layers": 2,
-}
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+SMALL |= {"pad_token_id": 0, "bos_token_id": None, "eos_token_id": None}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
 WINDOW = 7
-LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 6,
-    "num_key_value_heads": 4,
-    # With many heads hardly any score is exactly 0, so that none are equal.
-    "index_n_heads": 16,
-    "index_head_dim": 8,
-    "index_topk": 5,
-    "moe_intermediate_size": 16,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 2,
-    "topk_group": 1,
-}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 6}
+LATENT |= {"num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2}
+# With many heads hardly any score is exactly 0, so that none are equal.
+LATENT |= {"index_n_heads": 16, "index_head_dim": 8, "index_topk": 5, "n_group": 2, "topk_group": 1}
 # name: class, what its configuration has, patterns that its layers must be served under
 MODELS = {
     "mistral": ("Mistral", {"sliding_window": WINDOW}, {"causal & band(6)"}),
@@ -257,16 +234,8 @@ def test_texts_with_a_static_cache(kind, length, left):
 
     def written(name, **how):
         made.set_attn_implementation(name)
-        return made.generate(
-            x,
-            attention_mask=hidden,
-            max_new_tokens=5,
-            do_sample=False,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-            **how,
-        )
+        how |= {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0, "output_logits": True}
+        return made.generate(x, attention_mask=hidden, return_dict_in_generate=True, **how)
 
     wanted = written("eager")
     softmax.calls.clear()
@@ -339,20 +308,10 @@ def test_masks_that_no_pattern_describes_go_to_sdpa_and_are_counted():
 def test_an_encoder_with_windows():
     if version() < (5, 14):
         pytest.skip("ModernBERT of older transformers supports only its built-in attention")
-    config = transformers.ModernBertConfig(
-        vocab_size=VOCAB,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        local_attention=6,
-        global_attn_every_n_layers=3,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        cls_token_id=1,
-        sep_token_id=2,
-    )
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3}
+    sizes |= {"num_attention_heads": 4, "local_attention": 6, "global_attn_every_n_layers": 3}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
+    config = transformers.ModernBertConfig(**sizes, **ends)
     torch.manual_seed(0)
     made, hidden = transformers.ModernBertModel(config).eval(), padded(2, 29)
     with torch.no_grad():

@@ -86,20 +86,14 @@ def elu(x):
     return F.elu(x) + 1
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
-def test_linear_attention_is_its_formula(qkv, eps):
-    q, k, v = qkv()
-    for lengths in (LengthMask(LENGTHS), LengthMask(torch.full((N,), S))):
-        expected = linear_oracle(q, k, v, allowed_by(FullMask(L, S), lengths), elu, eps)
-        check(a.LinearAttention(E, eps=eps), (q, k, v), FullMask(L, S), lengths, expected)
-
-
-@pytest.mark.parametrize("eps", [1e-6, 0.5])
-def test_causal_linear_attention_is_its_formula(qkv, eps):
-    q, k, v = qkv(L, L)
-    for lengths in (LengthMask(torch.tensor([13, 0, 4])), LengthMask(torch.full((N,), L))):
-        expected = linear_oracle(q, k, v, allowed_by(TriangularCausalMask(L), lengths), elu, eps)
-        check(a.CausalLinearAttention(E, eps=eps), (q, k, v), TriangularCausalMask(L), lengths, expected)
+def test_linear_attention_is_its_formula(qkv, eps, causal):
+    size = L if causal else S
+    inputs, attn = qkv(L, size), TriangularCausalMask(L) if causal else FullMask(L, S)
+    module = (a.CausalLinearAttention if causal else a.LinearAttention)(E, eps=eps)
+    for lengths in (LengthMask(torch.tensor([size, 0, 4])), LengthMask(torch.full((N,), size))):
+        check(module, inputs, attn, lengths, linear_oracle(*inputs, allowed_by(attn, lengths), elu, eps))
 
 
 @pytest.mark.parametrize("size", [7, 17])

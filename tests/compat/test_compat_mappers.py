@@ -27,13 +27,7 @@ from longspan.compat.fast_transformers.masking import LengthMask, TriangularCaus
 from longspan.compat.native import to_native
 
 N, L = 3, 13
-SIZES = {
-    "n_layers": 2,
-    "n_heads": 3,
-    "query_dimensions": 4,
-    "value_dimensions": 4,
-    "feed_forward_dimensions": 7,
-}
+SIZES = {"n_layers": 2, "n_heads": 3, "query_dimensions": 4, "value_dimensions": 4, "feed_forward_dimensions": 7}
 
 
 @pytest.fixture

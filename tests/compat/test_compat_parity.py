@@ -15,13 +15,7 @@ from longspan.compat.fast_transformers.masking import FullMask, LengthMask, Tria
 ROOT = Path(__file__).parents[2]
 PEER = ROOT / ".venv-peers" / "bin" / "python"
 
-SIZES = {
-    "n_layers": 2,
-    "n_heads": 3,
-    "query_dimensions": 7,
-    "value_dimensions": 5,
-    "feed_forward_dimensions": 11,
-}
+SIZES = {"n_layers": 2, "n_heads": 3, "query_dimensions": 7, "value_dimensions": 5, "feed_forward_dimensions": 11}
 # Fixed where not training, so that the saved rows are those of the saved outputs.
 RANDOM = {"n_dims": 22, "deterministic_eval": True}
 ENCODERS = {

@@ -18,13 +18,7 @@ from longspan.compat.fast_transformers.masking import LengthMask, TriangularCaus
 from longspan.compat.fast_transformers.utils import make_mirror
 
 N, L, S, H, E, D = 3, 11, 7, 2, 5, 3
-SIZES = {
-    "n_layers": 2,
-    "n_heads": H,
-    "query_dimensions": E,
-    "value_dimensions": D,
-    "feed_forward_dimensions": 7,
-}
+SIZES = {"n_layers": 2, "n_heads": H, "query_dimensions": E, "value_dimensions": D, "feed_forward_dimensions": 7}
 KINDS = {
     "full": ("full", {}),
     "linear": ("causal-linear", {}),

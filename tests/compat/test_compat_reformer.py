@@ -77,33 +77,17 @@ def test_a_causal_mask_leaks_by_the_chunks():
 
 
 def test_builders_know_it():
-    options = {"chunk_size": 4, "bits": 4, "rounds": 2, "masked": True, "softmax_temp": 0.5, "attention_dropout": 0.0}
-    module = AttentionBuilder.from_kwargs(**options).get("reformer")
+    options = {"chunk_size": 4, "bits": 4, "rounds": 2, "masked": True, "softmax_temp": 0.5}
+    builder = AttentionBuilder.from_kwargs(**options, attention_dropout=0.0)
+    module = builder.get("reformer")
     assert isinstance(module, ReformerAttention)
-    assert {name: getattr(module, name) for name in ("chunk_size", "bits", "rounds", "masked", "softmax_temp")} == {
-        "chunk_size": 4,
-        "bits": 4,
-        "rounds": 2,
-        "masked": True,
-        "softmax_temp": 0.5,
-    }
+    assert {name: getattr(module, name) for name in options} == options
     assert AttentionBuilder().get("reformer").bits == 63
     assert ReformerAttention().bits == 8
     assert not module.state_dict()
-    model = (
-        TransformerEncoderBuilder.from_kwargs(
-            n_layers=2,
-            n_heads=2,
-            query_dimensions=5,
-            value_dimensions=3,
-            feed_forward_dimensions=7,
-            attention_type="reformer",
-            **options,
-        )
-        .get()
-        .eval()
-    )
-    assert model(torch.randn(3, 11, 6)).shape == (3, 11, 6)
+    sizes = {"n_layers": 2, "n_heads": 2, "query_dimensions": 5, "value_dimensions": 3, "feed_forward_dimensions": 7}
+    model = TransformerEncoderBuilder.from_kwargs(attention_type="reformer", attention_dropout=0.0, **sizes, **options)
+    assert model.get().eval()(torch.randn(3, 11, 6)).shape == (3, 11, 6)
 
 
 def test_no_tokens():

@@ -15,11 +15,8 @@ transformers = pytest.importorskip("transformers")
 from longspan.compat.transformers import LongspanForCausalLM, load_decoder, to_decoder  # noqa: E402
 
 VOCAB = 40
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
+SIZES = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
+SIZES |= {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,

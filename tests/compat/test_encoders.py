@@ -15,16 +15,8 @@ from longspan.compat.transformers import LongspanEncoder, load_encoder, to_encod
 
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefghijklmnop"]
 VOCAB = len(WORDS)
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 24,
-    "intermediate_size": 40,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "type_vocab_size": 2,
-}
+SIZES = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64, "pad_token_id": 0, "type_vocab_size": 2}
 ROPES = {"full_attention": {"rope_theta": 50.0}, "sliding_attention": {"rope_theta": 7.0}}
 # Type -> fields of configs that differ in what is converted.
 ROWS: list[tuple[str, dict[str, Any]]] = [

@@ -210,69 +210,53 @@ def test_a_real_one_is_displaced_only_where_that_is_meant(monkeypatch):
     assert "fla.ops" not in sys.modules
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"head_first": True}, r"head_first=True: .*\(B, T, H, D\)"),
-        ({"use_gate_in_kernel": True}, "use_gate_in_kernel=True: .*g = -A_log.exp"),
-        ({"use_beta_sigmoid_in_kernel": True}, "use_beta_sigmoid_in_kernel=True: .*beta.sigmoid"),
-        ({"state_v_first": True}, "state_v_first=True: "),
-        ({"offsets": torch.tensor([0, 3])}, "chunk_gated_delta_rule.*'offsets'"),
-        ({"q": torch.zeros(2, T, K)}, r"q .*\(B, T, H, D\).*\(2, 37, 3\)"),
-        (
-            {"g": torch.zeros(B, HV, T)},
-            r"\(2, 37, 4\).*\(2, 4, 37\)",
-        ),
-        ({"beta": torch.zeros(B, T, HV, V)}, r"beta .*\(2, 37, 4\)"),
-        ({"cu_seqlens": torch.tensor([0, T])}, "cu_seqlens.*2"),
-        ({"initial_state": torch.zeros(1, HV, K, V)}, r"state .*torch.float64.*\(2, 4, 3, 5\)"),
-    ],
-)
-def test_what_is_not_carried_over_is_refused(changed, said):
-    q, k, v, g, _, beta, _ = operands()
-    with pytest.raises(ValueError, match=said):
-        ops.chunk_gated_delta_rule(**{"q": q, "k": k, "v": v, "g": g, "beta": beta, **changed})
+def zeros(*shape):
+    return torch.zeros(shape, dtype=torch.float64)
 
 
-def test_decays_of_other_axes_are_refused():
+GATED = {"g": zeros(B, T, HV), "beta": zeros(B, T, HV)}
+HEADS, CHANNELS = zeros(B, T, HV), zeros(B, T, HV, K)
+OTHER_AXES = r"^gk? .*\(B, T, HV(, K)?\)"
+# Function, arguments after q, k and v, and the message.
+REFUSED = [
+    ("chunk_gated_delta_rule", GATED | {"head_first": True}, r"head_first=True: .*\(B, T, H, D\)"),
+    ("chunk_gated_delta_rule", GATED | {"use_gate_in_kernel": True}, "use_gate_in_kernel=True: .*g = -A_log.exp"),
+    ("chunk_gated_delta_rule", GATED | {"use_beta_sigmoid_in_kernel": True}, "in_kernel=True: .*beta.sigmoid"),
+    ("chunk_gated_delta_rule", GATED | {"state_v_first": True}, "state_v_first=True: "),
+    ("chunk_gated_delta_rule", GATED | {"offsets": torch.tensor([0, 3])}, "chunk_gated_delta_rule.*'offsets'"),
+    ("chunk_gated_delta_rule", GATED | {"q": torch.zeros(2, T, K)}, r"q .*\(B, T, H, D\).*\(2, 37, 3\)"),
+    ("chunk_gated_delta_rule", GATED | {"g": torch.zeros(B, HV, T)}, r"\(2, 37, 4\).*\(2, 4, 37\)"),
+    ("chunk_gated_delta_rule", GATED | {"beta": torch.zeros(B, T, HV, V)}, r"beta .*\(2, 37, 4\)"),
+    ("chunk_gated_delta_rule", GATED | {"cu_seqlens": torch.tensor([0, T])}, "cu_seqlens.*2"),
+    ("chunk_gated_delta_rule", GATED | {"initial_state": torch.zeros(1, HV, K, V)}, r"state .*float64.*\(2, 4, 3, 5\)"),
+    ("fused_recurrent_gated_delta_rule", {"g": zeros(B, T, 1), "gk": CHANNELS}, r"g .*\(2, 37, 4\).*gk.*\(2, 37, 1\)"),
+    ("chunk_simple_gla", {"g_gamma": torch.zeros(3)}, r"g_gamma .*\(4,\).*\(3,\)"),
+    ("chunk_simple_gla", {"g": zeros(B, T, 1), "g_gamma": zeros(HV)}, r"g .*\(2, 37, 4\).*\(2, 37, 1\)"),
+    ("fused_recurrent_gla", {"gv": zeros(B, T, HV, V)}, "fused_recurrent_gla.*gv="),
+    ("fused_recurrent_simple_gla", {"reverse": True}, r"reverse=True.*flip\(1\)"),
+    # Decays per head and per channel do not stand for each other.
+    ("chunk_gated_delta_rule", {"g": CHANNELS, "beta": HEADS}, OTHER_AXES),
+    ("fused_recurrent_gated_delta_rule", {"g": CHANNELS}, OTHER_AXES),
+    ("fused_recurrent_gated_delta_rule", {"gk": HEADS}, OTHER_AXES),
+    ("chunk_kda", {"g": HEADS, "beta": HEADS}, OTHER_AXES),
+    ("fused_recurrent_kda", {"g": HEADS, "beta": HEADS}, OTHER_AXES),
+    ("chunk_gla", {"g": HEADS}, OTHER_AXES),
+    ("fused_recurrent_gla", {"gk": HEADS}, OTHER_AXES),
+    ("chunk_simple_gla", {"g": CHANNELS}, OTHER_AXES),
+    ("fused_recurrent_simple_gla", {"g": CHANNELS}, OTHER_AXES),
+]
+
+
+@pytest.mark.parametrize(("name", "given", "message"), REFUSED)
+def test_what_is_not_carried_over_is_refused(name, given, message):
+    q, k, v, *_ = operands()
+    with pytest.raises(ValueError, match=message):
+        getattr(ops, name)(**{"q": q, "k": k, "v": v} | given)
+
+
+def test_places_and_arguments_without_an_effect():
     q, k, v, g, *_ = operands()
     # The third decay argument is gk, not beta.
     with pytest.raises(ValueError, match=r"gk .*\(B, T, HV, K\)"):
         ops.fused_recurrent_gated_delta_rule(q, k, v, g, torch.rand(B, T, HV))
-    with pytest.raises(ValueError, match=r"g .*\(2, 37, 4\).*gk.*\(2, 37, 1\)"):
-        ops.fused_recurrent_gated_delta_rule(q, k, v, torch.zeros(B, T, 1), torch.zeros(B, T, HV, K))
-    with pytest.raises(ValueError, match=r"g_gamma .*\(4,\).*\(3,\)"):
-        ops.chunk_simple_gla(q, k, v, g_gamma=torch.zeros(3))
-    with pytest.raises(ValueError, match=r"g .*\(2, 37, 4\).*\(2, 37, 1\)"):
-        ops.chunk_simple_gla(q, k, v, torch.zeros(B, T, 1), torch.zeros(HV))
-
-
-@pytest.mark.parametrize(
-    ("name", "decays"),
-    [
-        ("chunk_gated_delta_rule", {"g": (B, T, HV, K), "beta": (B, T, HV)}),
-        ("fused_recurrent_gated_delta_rule", {"g": (B, T, HV, K)}),
-        ("fused_recurrent_gated_delta_rule", {"gk": (B, T, HV)}),
-        ("chunk_kda", {"g": (B, T, HV), "beta": (B, T, HV)}),
-        ("fused_recurrent_kda", {"g": (B, T, HV), "beta": (B, T, HV)}),
-        ("chunk_gla", {"g": (B, T, HV)}),
-        ("fused_recurrent_gla", {"gk": (B, T, HV)}),
-        ("chunk_simple_gla", {"g": (B, T, HV, K)}),
-        ("fused_recurrent_simple_gla", {"g": (B, T, HV, K)}),
-    ],
-)
-def test_decays_per_head_and_per_channel_do_not_stand_for_each_other(name, decays):
-    q, k, v, *_ = operands()
-    given = {one: torch.zeros(shape).double() for one, shape in decays.items()}
-    with pytest.raises(ValueError, match=r"^gk? .*\(B, T, HV(, K)?\)"):
-        getattr(ops, name)(q, k, v, **given)
-
-
-def test_decays_of_values_and_reversed_sequences_are_refused():
-    q, k, v, *_ = operands()
-    with pytest.raises(ValueError, match="fused_recurrent_gla.*gv="):
-        ops.fused_recurrent_gla(q, k, v, gv=torch.zeros_like(v))
-    with pytest.raises(ValueError, match=r"reverse=True.*flip\(1\)"):
-        ops.fused_recurrent_simple_gla(q, k, v, reverse=True)
-    # Arguments that do not affect the result are accepted.
-    assert ops.chunk_gla(q, k, v, torch.zeros(B, T, HV, K).double(), cu_seqlens_cpu=None, head_first=False)[1] is None
+    assert ops.chunk_gla(q, k, v, CHANNELS, cu_seqlens_cpu=None, head_first=False)[1] is None

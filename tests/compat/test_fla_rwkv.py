@@ -170,21 +170,23 @@ def test_logits_equal_those_of_the_authors_package(tmp_path, length, size):
 
 def test_foreign_files_are_refused_by_name(tmp_path):
     weights, path = author_format(build("rwkv7", head_dim=16)), tmp_path / "rwkv.pth"
-    torch.save(weights | {"blocks.0.ffn.s_emb.weight": torch.zeros(1)}, path)
-    with pytest.raises(ValueError, match=r"blocks\.0\.ffn\.s_emb\.weight.*DeepEmbed"):
-        fla.load(path)
-    torch.save({name: t for name, t in weights.items() if name != "blocks.0.att.r_k"}, path)
-    with pytest.raises(ValueError, match=r"blocks\.0\.att\.r_k"):
-        fla.load(path)
-    torch.save({name: t for name, t in weights.items() if name != "blocks.2.att.ln_x.bias"}, path)
-    with pytest.raises(ValueError, match=r"model\.layers\.2\.attn\.g_norm\.bias"):
-        fla.load(path)
-    torch.save([1], path)
-    with pytest.raises(ValueError, match="state dict"):
-        fla.load(path)
-    path.write_bytes(b"no file of torch")
-    with pytest.raises(ValueError, match="cannot load"):
-        fla.load(path)
+
+    def without(name):
+        return {one: t for one, t in weights.items() if one != name}
+
+    for content, message in (
+        (weights | {"blocks.0.ffn.s_emb.weight": torch.zeros(1)}, r"blocks\.0\.ffn\.s_emb\.weight.*DeepEmbed"),
+        (without("blocks.0.att.r_k"), r"blocks\.0\.att\.r_k"),
+        (without("blocks.2.att.ln_x.bias"), r"model\.layers\.2\.attn\.g_norm\.bias"),
+        ([1], "state dict"),
+    ):
+        torch.save(content, path)
+        with pytest.raises(ValueError, match=message):
+            fla.load(path)
+    for content in (b"no file of torch", b""):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"cannot load .*rwkv\.pth"):
+            fla.load(path)
     with pytest.raises(FileNotFoundError, match=r"other\.pth"):
         fla.load(tmp_path / "other.pth")
 

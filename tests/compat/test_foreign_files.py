@@ -120,9 +120,3 @@ def test_a_file_of_rwkv_with_other_tensors_is_refused(tmp_path, name, tensor, me
     torch.save({**GOOD, name: tensor}, tmp_path / "model.pth")
     with pytest.raises(ValueError, match=rf"model\.pth: {message}"):
         fla.load(tmp_path / "model.pth")
-
-
-def test_an_empty_file_of_rwkv_is_refused(tmp_path):
-    (tmp_path / "model.pth").touch()
-    with pytest.raises(ValueError, match=r"model\.pth"):
-        fla.load(tmp_path / "model.pth")

@@ -23,13 +23,8 @@ PAIR = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attent
 QWEN = {**PAIR, "linear_key_head_dim": 16, "linear_value_head_dim": 32, "intermediate_size": 64}
 MOE = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
 RWKV = {
-    **{
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "vocab_size": hybrids.VOCAB,
-        "intermediate_size": 96,
-        "head_dim": 64,
-    },
+    **{"hidden_size": 128, "num_hidden_layers": 2, "intermediate_size": 96, "head_dim": 64},
+    **{"vocab_size": hybrids.VOCAB},
     **{"decay_low_rank_dim": 8, "gate_low_rank_dim": 16, "a_low_rank_dim": 8, "v_low_rank_dim": 4},
     **{"norm_eps": 1e-5, "norm_first": True, "fuse_norm": False},
 }
@@ -275,11 +270,7 @@ CASES = {
     "mamba2": ("mamba2", {"tie_word_embeddings": True}, convert_mamba),
     "qwen35": ("qwen3_5", QWEN, convert_qwen),
     "qwen35moe": ("qwen3_5_moe", QWEN | MOE, convert_qwen),
-    "qwen3next": (
-        "qwen3_next",
-        QWEN | MOE,
-        convert_qwen,
-    ),
+    "qwen3next": ("qwen3_next", QWEN | MOE, convert_qwen),
     "granitehybrid": ("granitemoehybrid", {"shared_intermediate_size": 32, "intermediate_size": 64}, convert_granite),
     "granitehybrid dense": (
         "granitemoehybrid",

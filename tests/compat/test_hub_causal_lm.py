@@ -75,15 +75,8 @@ def test_greedy_is_our_greedy(spec):
 @pytest.mark.parametrize("spec", SPECS)
 def test_beams_are_our_beams(spec):
     lm, tokens = model(spec), ids(2, 7)
-    found = lm.generate(
-        tokens,
-        max_new_tokens=11,
-        num_beams=3,
-        num_return_sequences=3,
-        do_sample=False,
-        length_penalty=0.0,
-        early_stopping="never",
-    )
+    options: Any = {"max_new_tokens": 11, "num_beams": 3, "num_return_sequences": 3, "do_sample": False}
+    found = lm.generate(tokens, **options, length_penalty=0.0, early_stopping="never")
     ours = longspan.beam_search(lm.decoder, tokens, max_new_tokens=11, beams=3, best=3)
     assert torch.equal(found[:, 7:], ours.tokens.flatten(0, 1))
     # A cache that stays as it was would follow the first beams for ever.

@@ -33,19 +33,16 @@ def rows(step=0):
 
 def trained(lm, folder, data=None, **options):
     """A Trainer after its training."""
-    options = {
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "learning_rate": 0.5,
-        "max_grad_norm": 0.0,
+    usual = {"lr_scheduler_type": "constant", "optim": "sgd", "learning_rate": 0.5, "max_grad_norm": 0.0}
+    usual |= {
         "max_steps": 1,
         "report_to": [],
         "save_strategy": "no",
         "use_cpu": True,
         "disable_tqdm": True,
         "logging_steps": 1,
-    } | options
-    trainer = Trainer(lm, TrainingArguments(folder, **options), train_dataset=rows() if data is None else data)
+    }
+    trainer = Trainer(lm, TrainingArguments(folder, **usual | options), train_dataset=rows() if data is None else data)
     trainer.train()
     return trainer
 

@@ -54,7 +54,6 @@ def is_replaced(kind, name, source):
     return any(one.startswith(f"{name}.") or re.search(rf"\b{one}\(", source) for one in functions)
 
 
-@pytest.mark.full
 def test_every_recurrent_layer_is_served_or_named():
     found = layers()
     assert len(found) > 20
@@ -83,7 +82,6 @@ def test_models_around_a_text_model_are_known():
                 assert WRAPPERS.get(path.parent.name) == kind
 
 
-@pytest.mark.full
 def test_status_says_which_parts_are_served():
     if version() < (5, 24):
         pytest.skip("these transformers lack some of the types")

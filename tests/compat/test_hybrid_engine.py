@@ -20,23 +20,16 @@ ENGINE = decoding.ENGINE
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
 QWEN = {**WIDE, "head_dim": 32, "linear_key_head_dim": 16, "linear_value_head_dim": 24, "num_hidden_layers": 3}
 EXPERTS = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "num_experts": 9}
+GRANITE = {**WIDE, "mamba_n_heads": 16, "num_local_experts": 0, "shared_intermediate_size": 64}
+GRANITE |= {"position_embedding_type": "rope", "embedding_multiplier": 3.0, "logits_scaling": 2.0}
+GRANITE |= {"residual_multiplier": 0.5, "attention_multiplier": 0.2}
 MORE = {
     "qwen3_5": QWEN,
     "qwen3_5_moe": QWEN | EXPERTS,
     "qwen3_next": QWEN | EXPERTS | {"mlp_only_layers": [1]},
     "mamba": {"hidden_size": 64, "intermediate_size": 96, "state_size": 19, "time_step_rank": 32},
     "mamba2": {"hidden_size": 64, "num_heads": 16, "head_dim": 8, "use_conv_bias": True},
-    "granitemoehybrid": {
-        **WIDE,
-        "mamba_n_heads": 16,
-        "num_local_experts": 0,
-        "shared_intermediate_size": 64,
-        "position_embedding_type": "rope",
-        "embedding_multiplier": 3.0,
-        "logits_scaling": 2.0,
-        "residual_multiplier": 0.5,
-        "attention_multiplier": 0.2,
-    },
+    "granitemoehybrid": GRANITE,
     "lfm2": {**WIDE, "conv_bias": True},
     "rwkv7": {"hidden_size": 64, "num_hidden_layers": 3, "head_dim": 16, "vocab_size": VOCAB}
     | dict.fromkeys((f"{name}_low_rank_dim" for name in ("decay", "gate", "a", "v")), 8),

@@ -3,18 +3,7 @@
 import pytest
 import torch
 
-from hybrids import (
-    MAMBA1,
-    SCANS,
-    accelerated,
-    far,
-    file,
-    halved,
-    judge,
-    model,
-    served,
-    tokens,
-)
+from hybrids import MAMBA1, SCANS, accelerated, far, file, halved, judge, model, served, tokens
 from longspan.compat import transformers as on_cpu
 from longspan.compat.transformers import running, rwkv
 from longspan.ops.native import build

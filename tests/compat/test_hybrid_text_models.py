@@ -13,48 +13,14 @@ pytest.importorskip("transformers")
 from longspan.compat.transformers.cache import NAME
 
 LAYERS = ["linear_attention", "indexed_attention", "linear_attention", "linear_attention"]
-BARE = {
-    "qwen4_exp": (
-        "Qwen4Exp",
-        {
-            **DELTA,
-            **EXPERTS,
-            "num_hidden_layers": 4,
-            "layer_types": LAYERS,
-            "hc_lowrank": 8,
-            "hc_count": 2,
-            "indexer_n_heads": 2,
-            "indexer_kv_heads": 1,
-            "indexer_head_dim": 16,
-            "indexer_budget": 64,
-            "indexer_compress_ratio": 4,
-        },
-    ),
-    "glm5_next": (
-        "Glm5Next",
-        {
-            "num_hidden_layers": 4,
-            "layer_types": LAYERS,
-            "mlp_layer_types": ["dense"] * 4,
-            "num_key_value_heads": 4,
-            "moe_intermediate_size": 16,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "kv_lora_rank": 16,
-            "q_lora_rank": 16,
-            "v_head_dim": 8,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 0,
-            "linear_head_dim": 8,
-            "linear_num_heads": 4,
-            "index_topk": 64,
-            "index_kpool": 4,
-            "index_head_dim": 8,
-            "index_n_heads": 2,
-            "hc_mult": 2,
-        },
-    ),
-}
+INDEXED = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 64}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "v_head_dim": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 0}
+LATENT |= {"index_topk": 64, "index_kpool": 4, "index_head_dim": 8, "index_n_heads": 2, "num_key_value_heads": 4}
+QWEN = {**DELTA, **EXPERTS, **INDEXED, "hc_lowrank": 8, "hc_count": 2, "indexer_compress_ratio": 4}
+GLM = {**LATENT, "moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "hc_mult": 2}
+GLM |= {"mlp_layer_types": ["dense"] * 4, "linear_head_dim": 8, "linear_num_heads": 4}
+DEPTH = {"num_hidden_layers": 4, "layer_types": LAYERS}
+BARE = {"qwen4_exp": ("Qwen4Exp", QWEN | DEPTH), "glm5_next": ("Glm5Next", GLM | DEPTH)}
 
 
 @pytest.fixture(params=BARE)

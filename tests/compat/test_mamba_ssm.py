@@ -304,10 +304,7 @@ CASES = {
     ),
     "causal_conv1d_fn": (short, {}),
     "causal_conv1d_fn-states": (short, {"bias": True, "states": True, "activation": "swish"}),
-    "causal_conv1d_fn-packed": (
-        short,
-        {"bias": True, "ids": torch.where(IDS == 2, -1, IDS), "activation": "silu"},
-    ),
+    "causal_conv1d_fn-packed": (short, {"bias": True, "ids": torch.where(IDS == 2, -1, IDS), "activation": "silu"}),
     "causal_conv1d_update": (one_more, {}),
     "causal_conv1d_update-tokens": (one_more, {"shape": (B, D, 2), "size": 6, "rows": ROWS}),
     "causal_conv1d_update-circular": (one_more, {"size": 3, "seen": torch.tensor([7, 2], dtype=torch.int32)}),

@@ -49,7 +49,6 @@ def close(a, b):
     return float((a - b).abs().max()) <= 1e-5 * max(1.0, float(b.abs().max()))
 
 
-@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("spec", SPECS)
 def test_an_attention_is_one_node(spec, tmp_path):
@@ -71,7 +70,6 @@ def test_an_attention_is_one_node(spec, tmp_path):
         assert all(close(a, b) for a, b in zip(after, state, strict=True) if b.numel())
 
 
-@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["gated_deltanet(key_heads=1)", "linear"])
 def test_the_standards_operator(spec, tmp_path):
@@ -85,7 +83,6 @@ def test_the_standards_operator(spec, tmp_path):
     assert close(session(x, session.start(3))[0], attention(x)[0])
 
 
-@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("specs", "positions", "nodes"),
@@ -94,18 +91,8 @@ def test_the_standards_operator(spec, tmp_path):
 )
 def test_a_hybrid_decoder_writes_what_it_writes_here(specs, positions, nodes, tmp_path, capsys):
     torch.manual_seed(0)
-    model = longspan.Decoder(
-        longspan.DecoderConfig(
-            dim=16,
-            depth=specs.count(";") + 1,
-            heads=2,
-            feedforward=32,
-            vocab=11,
-            attention=specs,
-            positions=positions,
-            length=60,
-        )
-    ).eval()
+    sizes = {"dim": 16, "depth": specs.count(";") + 1, "heads": 2, "feedforward": 32, "vocab": 11, "length": 60}
+    model = longspan.Decoder(longspan.DecoderConfig(**sizes, attention=specs, positions=positions)).eval()
     longspan.save(model, tmp_path / "model")
     assert entry.main(["export", str(tmp_path / "model"), str(tmp_path / "m.onnx")]) == 0
     assert f"{nodes} of them LinearAttention" in capsys.readouterr().out
@@ -121,25 +108,21 @@ def test_a_hybrid_decoder_writes_what_it_writes_here(specs, positions, nodes, tm
     assert torch.equal(torch.stack(drawn, 1), torch.stack(expected, 1))
 
 
-@pytest.mark.full
 def test_what_cannot_be_exported_is_refused(tmp_path):
-    path = tmp_path / "a.onnx"
-    with pytest.raises(ValueError, match="Decoder.*Linear"):
-        ours.export(torch.nn.Linear(2, 2), path)
-    with pytest.raises(ValueError, match="linear.*causal=True"):
-        ours.export(longspan.build("linear", dim=8, heads=2, causal=False), path)
-    with pytest.raises(ValueError, match=r"query.weight .*torch.float64.*model.float\(\).cpu\(\)"):
-        ours.export(longspan.build("linear", dim=8, heads=2).double(), path)
-    packed = longspan.build("linear", dim=64, heads=2)
+    path, packed = tmp_path / "a.onnx", longspan.build("linear", dim=64, heads=2)
     longspan.quantize(packed, "int8")
-    with pytest.raises(ValueError, match=r"query has quantized weights.*before quantize\(\)"):
-        ours.export(packed, path)
-    with pytest.raises(ValueError, match="'onnx'"):
-        ours.export(longspan.build("linear", dim=8, heads=2), path, domain="onnx")
-    with pytest.raises(ValueError, match="reformer"):
-        ours.export(longspan.build("reformer(chunk=3, buckets=4, rounds=1)", dim=8, heads=2), path)
-    with pytest.raises(ValueError, match="local.*number of tokens"):
-        ours.export(longspan.build("local(window=5)", dim=8, heads=2), path)
+    sizes = {"dim": 8, "heads": 2}
+    for module, options, message in (
+        (torch.nn.Linear(2, 2), {}, "Decoder.*Linear"),
+        (longspan.build("linear", **sizes, causal=False), {}, "linear.*causal=True"),
+        (longspan.build("linear", **sizes).double(), {}, r"query.weight .*torch.float64.*model.float\(\).cpu\(\)"),
+        (packed, {}, r"query has quantized weights.*before quantize\(\)"),
+        (longspan.build("linear", **sizes), {"domain": "onnx"}, "'onnx'"),
+        (longspan.build("reformer(chunk=3, buckets=4, rounds=1)", **sizes), {}, "reformer"),
+        (longspan.build("local(window=5)", **sizes), {}, "local.*number of tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ours.export(module, path, **options)
     assert not path.exists()
 
 
@@ -190,7 +173,6 @@ def exported(spec, *given, free=False):
     ), block
 
 
-@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["gated_deltanet", "linear", *late("gla", "kda")])
 def test_torch_exports_a_module_around_a_mechanism(spec):
@@ -200,7 +182,6 @@ def test_torch_exports_a_module_around_a_mechanism(spec):
         assert close(session(x), block(x))
 
 
-@pytest.mark.full
 @torch.no_grad()
 @pytest.mark.parametrize("spec", ["mamba", "rwkv7", *late("mamba3", "retention")])
 def test_torch_exports_other_recurrences_with_a_fixed_length(spec):
@@ -209,7 +190,6 @@ def test_torch_exports_other_recurrences_with_a_fixed_length(spec):
     assert close(session(x), block(x))
 
 
-@pytest.mark.full
 @torch.no_grad()
 def test_torch_exports_a_mask():
     mask = torch.arange(9)[None] < torch.tensor([[9], [5]])

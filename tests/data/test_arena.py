@@ -3,6 +3,7 @@
 import json
 import lzma
 import random
+import re
 from collections import Counter
 
 import pytest
@@ -97,13 +98,8 @@ def value(symbols: list[str]) -> int:
 
 class TestListOps:
     def test_by_hand(self):
-        for text, expected in (
-            ("[MAX 2 9 [MIN 4 7 ] 0 ]", 9),
-            ("[MED 1 8 2 4 ]", 3),
-            ("[MED 1 8 2 5 ]", 3),
-            ("[SM 9 8 [MIN 7 5 ] ]", 2),
-            ("7", 7),
-        ):
+        known = {"[MAX 2 9 [MIN 4 7 ] 0 ]": 9, "[MED 1 8 2 4 ]": 3, "[MED 1 8 2 5 ]": 3, "[SM 9 8 [MIN 7 5 ] ]": 2}
+        for text, expected in (known | {"7": 7}).items():
             assert listops.evaluate(text.split()) == expected
 
     @pytest.mark.parametrize("text", ["[MAX 2 9", "2 ]", "[MAX ]", "2 9", "", "[MAX 2 x ]", "[MIN 12 3 ]"])
@@ -222,11 +218,6 @@ class TestPathfinder:
         lit = (pictures > 0).flatten(1).sum(1)
         assert 18 <= lit.min()
         assert lit.max() <= 30
-
-    @pytest.mark.parametrize("length", [255, 100])
-    def test_pictures_are_squares(self, length):
-        with pytest.raises(ValueError, match=f"length={length} of pathfinder must be a square of 12"):
-            arena.load("pathfinder", "made", length, 1, 1)
 
 
 class TestRetrieval:
@@ -357,6 +348,8 @@ MISTAKES = {
     ("image", "cifar", 9): "unknown data set of images 'cifar'",
     ("retrieval", "stdlib", 9): "retrieval=stdlib: ",
     ("pathfinder", "files", 144): "pathfinder=files: ",
+    ("pathfinder", "made", 255): "length=255 of pathfinder must be a square of 12",
+    ("pathfinder", "made", 100): "length=100 of pathfinder must be a square of 12",
     ("listop", "made", 9): "unknown task 'listop' (did you mean 'listops'?)",
     ("listops", "made", 0): "length=0 of listops must be at least 1",
 }
@@ -364,7 +357,5 @@ MISTAKES = {
 
 @pytest.mark.parametrize("asked", MISTAKES)
 def test_mistakes_say_what_would_be_right(asked):
-    task, source, length = asked
-    with pytest.raises(ValueError) as raised:  # noqa: PT011 - the message is looked at below
-        arena.load(task, source, length, 4, 4)
-    assert MISTAKES[asked] in str(raised.value)
+    with pytest.raises(ValueError, match=re.escape(MISTAKES[asked])):
+        arena.load(*asked, 4, 4)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from data_files import check_cifar, cifar_parts, idx, mnist_folder, noise, same, shared
-from longspan.data import download, images, load
+from longspan.data import absolute, download, images, load, unit
 
 
 def test_digits_are_the_whole_of_scikit_learns():
@@ -286,24 +286,10 @@ def test_the_standard_library_skips_what_is_not_its_own(tmp_path, monkeypatch):
         load("text:stdlib", 3)
 
 
-def test_text_refuses_what_it_cannot_read(tmp_path):
-    with pytest.raises(ValueError, match=f"no text at {tmp_path}/absent.txt: there is no such file or folder"):
-        load(f"text:{tmp_path}/absent.txt")
-    with pytest.raises(ValueError, match=rf"no text in the folder {tmp_path}: looked for \*.txt, \*.txt.gz, \*.txt.xz"):
-        load(f"text:{tmp_path}")
-    for end, compress in ((".gz", gzip.compress), (".xz", lzma.compress)):
-        path = tmp_path / f"a.txt{end}"
-        path.write_bytes(compress(b"abc" * 5000)[:-9])
-        with pytest.raises(ValueError, match=f"{path} is truncated or corrupt .*; its sha256 is [0-9a-f]{{64}}$"):
-            load(f"text:{path}")
-    (tmp_path / "a.txt").write_bytes(b"a" * 139)
-    with pytest.raises(ValueError, match=r"has 139 bytes; windows of 7 need at least 140"):
-        load(f"text:{tmp_path}/a.txt", 7)
-    (tmp_path / "a.txt").write_bytes(b"a" * 140)
-    assert load(f"text:{tmp_path}/a.txt", 7).count("test") == 1
-    (tmp_path / "more" / "folder.txt").mkdir(parents=True)
+def test_a_folder_in_the_place_of_a_text_is_refused(tmp_path):
+    (tmp_path / "folder.txt").mkdir()
     with pytest.raises(ValueError, match=r"cannot read .*folder.txt: Is a directory"):
-        load(f"text:{tmp_path / 'more'}")
+        load(f"text:{tmp_path}")
 
 
 @pytest.mark.parametrize(("size", "length", "windows"), [(1, 7, 1), (6, 7, 1), (7, 7, 1), (9, 7, 2), (139, 7, 23)])
@@ -340,6 +326,16 @@ def test_few_pairs_and_labeled_texts_are_whole_in_each_split_if_asked_for(tmp_pa
     assert [found.count(split) for split in found.splits] == [3, 3, 3]
 
 
+def test_absolute_names_and_units():
+    for name in ("digits", "text:stdlib", "pairs:dates", "pairs:/a.tsv", "labels:majority", "labels:/a/b.tsv"):
+        assert absolute(name) == name
+    assert absolute("mnist:files") == f"mnist:{Path.cwd()}/files"
+    assert absolute("text:~/a.txt") == f"text:{Path.home()}/a.txt"
+    assert absolute("pairs:a.tsv") == f"pairs:{Path.cwd()}/a.tsv"
+    names = ("pairs:dates", "text:a", "digits", "labels:x")
+    assert [unit(name) for name in names] == ["token", "byte", "dim", "label"]
+
+
 @pytest.mark.parametrize(
     ("name", "length", "message"),
     [
@@ -353,6 +349,9 @@ def test_few_pairs_and_labeled_texts_are_whole_in_each_split_if_asked_for(tmp_pa
         ("digits", 63, "length=63: digits has 64 tokens per image; leave length at 0"),
         ("digits", -1, "length=-1: must be >= 0"),
         ("text", 0, "text:stdlib, or text:PATH"),
+        ("labels", 0, "labels:FILE"),
+        ("pairs", 0, "pairs:FILE.*pairs:dates"),
+        ("pairs:", 0, "nothing follows the colon of 'pairs:'"),
     ],
 )
 def test_load_refuses(name, length, message):
@@ -361,12 +360,14 @@ def test_load_refuses(name, length, message):
 
 
 def test_a_dataset_refuses():
-    data = load("digits")
-    for call in (lambda: data.count("tests"), lambda: data.take("tests", torch.arange(3))):
-        with pytest.raises(
-            ValueError, match=r"unknown split 'tests' .did you mean 'test'.*known: test, train, validation"
-        ):
-            call()
+    data, pairs, labels = load("digits"), load("pairs:reverse"), load("labels:majority")
+    known = r"unknown split 'tests' .did you mean 'test'.*known: test, train, validation"
+    for each in (data, pairs, labels):
+        for call in (lambda each=each: each.count("tests"), lambda each=each: each.take("tests", torch.arange(3))):
+            with pytest.raises(ValueError, match=known):
+                call()
+    with pytest.raises(ValueError, match="indices 0 ... 99999 .* 0 ... "):
+        pairs.take("train", torch.tensor([0, 99999]))
     for indices in (torch.tensor([0, 176]), torch.tensor([-1, 0])):
         with pytest.raises(ValueError, match=r"indices .* 0 ... 175, the examples of test"):
             data.take("test", indices)

@@ -1,38 +1,24 @@
 """Laws of the downloads: only the right content is kept, once, and failures name every mirror."""
 
-import functools
 import hashlib
-import http.server
 import io
 import sys
 import tarfile
-import threading
 
 import pytest
 
 from data_files import check_cifar, cifar_parts, mnist_folder, pack, same
 from longspan._utils import memory
 from longspan.data import cache_folder, download, fetch, images, load
+from support.downloads import serving
 
 
 @pytest.fixture
 def server(tmp_path):
     """A folder served over http on this machine: (folder, address, requested paths)."""
-    folder, asked = tmp_path / "served", []
-    folder.mkdir()
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format, *args):
-            asked.append(self.path)
-
-    with http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Handler, directory=str(folder))
-    ) as listening:
-        thread = threading.Thread(target=listening.serve_forever)
-        thread.start()
-        yield folder, f"http://127.0.0.1:{listening.server_port}/", asked
-        listening.shutdown()
-        thread.join()
+    (tmp_path / "served").mkdir()
+    with serving(tmp_path / "served") as (address, asked):
+        yield tmp_path / "served", address, asked
 
 
 @pytest.fixture

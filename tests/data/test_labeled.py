@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import lzma
-import re
 
 import pytest
 import torch
@@ -124,48 +123,3 @@ def test_generated_texts_are_labeled_by_their_majority():
     assert found.count("train") + found.count("validation") + found.count("test") == 4000
     assert len(found.checksum) == 64
     assert list(generated.majority()) == list(generated.majority())
-    assert data.absolute("labels:majority") == "labels:majority"
-    assert data.absolute("labels:/a/b.tsv") == "labels:/a/b.tsv"
-    assert data.unit("labels:x") == "label"
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", "x", "expected a .jsonl, .tsv or .csv file"),
-        ("a.jsonl", '{"text": "x", "label": 1}\nno', "line 2 of .*a.jsonl is not JSON"),
-        ("a.jsonl", "[1]\n", "line 1 of .*a.jsonl must be an object"),
-        ("a.jsonl", '{"text": "", "label": 1}\n', "line 1 of .*: its text must be .*''"),
-        ("a.jsonl", '{"label": 1}\n', "line 1 of .*: its text must be .*None"),
-        ("a.jsonl", '{"text": "x", "label": "so good"}\n', "line 1 .*: its label must be a word .*'so good'"),
-        ("a.jsonl", '{"text": "x", "label": true}\n', "line 1 .*: its label must be a word .*True"),
-        ("a.jsonl", '{"text": "x", "label": ""}\n', "line 1 .*: its label must be a word .*''"),
-        ("a.tsv", "words\tlabel\nx\ty\n", "line 1 of .*a.tsv must name the columns.*'text'"),
-        ("a.tsv", "", "line 1 of .*a.tsv must name the columns"),
-        ("a.tsv", "text\tlabel\nx\ty\tz\n", "line 2 of .*a.tsv has more columns than line 1"),
-        ("a.tsv", "text\tlabel\nx\n", "line 2 of .*a.tsv: its label must be a word"),
-        ("a.tsv", 'text\tlabel\n"x\ty\n', "a.tsv .*excel-tab.*unexpected end of data"),
-        ("a.jsonl", jsonl(PLAIN[:5]), "has 5 texts"),
-        (
-            "a.jsonl",
-            jsonl([(text, "same") for text, _ in PLAIN]),
-            "has one label, 'same'",
-        ),
-    ],
-)
-def test_what_is_no_labeled_text_is_named(name, content, message, tmp_path):
-    (tmp_path / name).write_text(content)
-    with pytest.raises(ValueError, match=message):
-        data.load(f"labels:{tmp_path / name}")
-
-
-def test_other_faults_are_named(tmp_path):
-    with pytest.raises(ValueError, match="no labeled texts at .*nothing: there is no such file or folder"):
-        data.load(f"labels:{tmp_path / 'nothing'}")
-    with pytest.raises(ValueError, match="labels:FILE"):
-        data.load("labels")
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "x", "label": 1}\n{"text": "\xff"}\n')
-    with pytest.raises(ValueError, match=re.escape("a.jsonl is not UTF-8: byte 0xff")):
-        data.load(f"labels:{tmp_path / 'a.jsonl'}")
-    with pytest.raises(ValueError, match="unknown split"):
-        data.load("labels:majority").take("all", torch.tensor([0]))

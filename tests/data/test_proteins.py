@@ -2,13 +2,14 @@
 
 import gzip
 import hashlib
+import re
 
 import numpy as np
 import pytest
 import torch
 
 from data_files import shared
-from longspan_lab.data import proteins
+from longspan_lab.data import proteins, series
 from longspan_lab.data.proteins import RESIDUES, SHARED, WORD, Proteins
 
 FASTA = b">one first\nMKV\nLAAGI\n>two\nmkvlwwgu*\n>short\nMKV\n>three\nACDEFGHIKLMNPQRSTVWY\n"
@@ -51,34 +52,36 @@ def test_a_folder_is_its_one_fasta_file(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"MKVLAAGI\n", "is not a FASTA file: it begins with b'MKVLAAGI"),
-        (b"", "is not a FASTA file: it begins with b''"),
+        (b"MKVLAAGI\n", "some.fasta is not a FASTA file: it begins with b'MKVLAAGI"),
+        (b"", "some.fasta is not a FASTA file: it begins with b''"),
         (b">one\nMKVLJAGI\n", "one has 'J', which is not an amino acid; known: ACDEFGHIKLMNPQRSTVWYBOUXZ"),
         (b">one\nMK*VLAAGI\n", "one has '*'"),
-        (b">one\nMKV\n", f"has no protein of at least {WORD} residues"),
+        (b">one\nMKV\n", f"some.fasta has no protein of at least {WORD} residues"),
     ],
 )
 def test_other_files_are_refused(content, message, tmp_path):
     (tmp_path / "some.fasta").write_bytes(content)
-    with pytest.raises(ValueError, match="some.fasta") as caught:
+    with pytest.raises(ValueError, match=re.escape(message)):
         proteins.load(f"protein:{tmp_path / 'some.fasta'}")
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("load", "name", "message"),
     [
-        ("protein", "data=protein needs a file, protein:FILE.fasta or .fasta.gz: UniProt's own changes"),
-        ("protein:", "data=protein needs a file"),
-        ("proteins", "unknown protein data 'proteins' (did you mean 'protein'?)"),
-        ("synthetic:x", "data=synthetic:x: synthetic proteins are made from the seed"),
-        ("protein:nowhere.fasta", "nowhere.fasta"),
+        (proteins.load, "protein", "data=protein needs a file, protein:FILE.fasta or .fasta.gz: UniProt's own changes"),
+        (proteins.load, "protein:", "data=protein needs a file"),
+        (proteins.load, "proteins", "unknown protein data 'proteins' (did you mean 'protein'?)"),
+        (proteins.load, "synthetic:x", "data=synthetic:x: synthetic proteins are made from the seed"),
+        (proteins.load, "protein:nowhere.fasta", "nowhere.fasta"),
+        (series.load, "etth", "unknown series data 'etth' (did you mean 'ett'?); known: ett, synthetic"),
+        (series.load, "ett:", "data=ett:: write ett, ett:FILE, ett:FOLDER or synthetic"),
+        (series.load, "synthetic:x", "data=synthetic:x: write ett, ett:FILE, ett:FOLDER or synthetic"),
+        (series.load, "ett:nowhere.csv", "nowhere.csv"),
     ],
 )
-def test_names_that_are_none(name, message):
-    with pytest.raises(ValueError, match=".") as caught:
-        proteins.load(name)
-    assert message in str(caught.value)
+def test_names_that_are_none(load, name, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(name)
 
 
 def shared_words(one: torch.Tensor, two: torch.Tensor) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from longspan.cli.entry import INTERRUPTED, OK, WRONG, main
+from longspan.cli.entry import INTERRUPTED, OK, main
 from longspan_lab.experiments import EXPERIMENTS, every
 from longspan_lab.experiments.experiment import Buildable, Experiment, setting
 from longspan_lab.experiments.runner import missing
@@ -189,24 +189,6 @@ def test_some_of_them_and_those_that_have_the_scale(measured, capsys, monkeypatc
     assert err == "second (1 of 1): begins\n"
     ran(capsys, "--quick", "--out", "small")
     assert measured == [1, 2, 1, 2, 3, 1, 2, 1, 2]
-
-
-MISTAKES = {
-    "--only frist": "unknown experiment 'frist' (did you mean 'first'?); known: first, second",
-    "--skip third": "unknown experiment 'third'; known: first, second",
-    "--scale paper --only first": "this experiment has no scale 'paper'; it has: laptop",
-    "--data nowhere": "--data=nowhere",
-    "--quick --scale paper": "--quick cannot be combined with --scale paper",
-    "--rounds 3": "unknown option '--rounds'",
-}
-
-
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes_are_one_line_and_exit_code_2(line, measured, capsys):
-    _, err = ran(capsys, *line.split(), code=WRONG)
-    assert err.count("\n") == 1
-    assert MISTAKES[line] in err
-    assert not Path("out").exists()
 
 
 def test_the_time_that_is_left_is_said_and_corrected_by_what_was_measured(measured, capsys, monkeypatch):

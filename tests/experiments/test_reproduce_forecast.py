@@ -124,13 +124,8 @@ def test_errors_are_means_over_hours_and_series(monkeypatch):
 
 def test_windows_are_the_published_ones():
     settings = forecast.Settings()
-    assert [settings.window(horizon) for horizon in settings.horizons] == [
-        (48, 48),
-        (96, 48),
-        (168, 168),
-        (168, 168),
-        (336, 336),
-    ]
+    published = [(48, 48), (96, 48), (168, 168), (168, 168), (336, 336)]
+    assert [settings.window(horizon) for horizon in settings.horizons] == published
     one = replace(settings, series="OT")
     assert [one.window(horizon) for horizon in (24, 720)] == [(720, 168), (720, 336)]
     assert replace(settings, reads=30, label=10).window(24) == (30, 10)

@@ -276,7 +276,6 @@ def test_nothing_published_is_shown_for_other_data():
     assert [len(table) for table in images_report.tables({**result, "rows": []})] == [1, 1, 1, 1]
 
 
-@pytest.mark.full
 def test_the_experiment_in_whole(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["reproduce", "images", "--quick", "--debug"]) == 0

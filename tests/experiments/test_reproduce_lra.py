@@ -18,20 +18,8 @@ from support.experiments import NOWHERE, unwatched
 
 
 def small(spec: str = "softmax", length: int = 24, towers: int = 1, **sizes: int) -> Shape:
-    return Shape(
-        **{
-            "spec": spec,
-            "dim": 8,
-            "depth": 2,
-            "heads": 2,
-            "feedforward": 8,
-            "vocab": 11,
-            "length": length,
-            "towers": towers,
-            "classes": 3,
-            **sizes,
-        }
-    )
+    usual = {"dim": 8, "depth": 2, "heads": 2, "feedforward": 8, "vocab": 11, "classes": 3}
+    return Shape(**{"spec": spec, "length": length, "towers": towers} | usual | sizes)
 
 
 def batch(length: int = 24, towers: int = 1, rows: int = 3) -> Batch:
@@ -139,7 +127,6 @@ class TestCosts:
         assert found["talking_heads"] > 16
         assert found["linear"] < found["talking_heads"] / 2
 
-    @pytest.mark.full
     def test_memory_is_measured_with_two_threads(self):
         """Not as in a child of a process whose threads have computed, which waits for them for ever."""
         code = (
@@ -188,18 +175,8 @@ def made_up() -> dict:
             # In the published order for listops, in the opposite one for images.
             theirs = row.accuracies[lra_published.TASKS.index(task)]
             accuracy = theirs / 100 if task == "listops" else 1 - theirs / 100
-            rows.append(
-                {
-                    "what": "training",
-                    "task": task,
-                    "mechanism": row.mechanism,
-                    "accuracy": accuracy,
-                    "majority": 0.17,
-                    "tests": 1000,
-                    "parameters": 1234,
-                    "curve": [],
-                }
-            )
+            found = {"accuracy": accuracy, "majority": 0.17, "tests": 1000, "parameters": 1234, "curve": []}
+            rows.append({"what": "training", "task": task, "mechanism": row.mechanism} | found)
         cost = {"steps_per_second": 10.0 + i, "mb": 100.0 * (i + 1)} if i < 10 else {"refused": "no memory"}
         rows.append({"what": "cost", "mechanism": row.mechanism, "spec": row.mechanism, **cost})
     settings = {"tasks": ["listops", "image"], "cost_batch": 1, "cost_length": 2048}

@@ -11,6 +11,12 @@ MISTAKES = {
     # Any experiment.
     "approximatoin": "unknown experiment 'approximatoin' (did you mean 'approximation'?); known: ",
     "": "NAME",
+    "all --only capacitty": "unknown experiment 'capacitty' (did you mean 'capacity'?); known: approximation, ",
+    "all --skip third": "unknown experiment 'third'; known: approximation, ",
+    "all --scale paper --only capacity": "this experiment has no scale 'paper'; it has: laptop",
+    "all --data nowhere": "--data=nowhere",
+    "all --quick --scale paper": "--quick cannot be combined with --scale paper",
+    "all --rounds 3": "unknown option '--rounds'",
     "capacity --kinds dfpf1": "unknown kind 'dfpf1' (did you mean 'dpfp1'?); known: dpfp1, dpfp2",
     "capacity --kind linear": "unknown option '--kind' (did you mean '--kinds'?); known: --help, --keys, --kinds",
     "capacity --replacing softmax": "replacing=softmax: the delta rule needs a fixed feature map, which",
@@ -158,17 +164,6 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("line", MISTAKES)
-def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", *shlex.split(line)]) == WRONG
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.count("\n") == 1
-    assert MISTAKES[line] in err
-    assert not Path("reproduce").exists()
-
-
 MISSING = {
     "forecast --quick --series OIL": "unknown series 'OIL'; known: HUFL, HULL, LUFL",
     "forecast --quick --horizons 300": "validation of synthetic ends after 960 hours, too few to forecast 300 hours",
@@ -181,11 +176,14 @@ MISSING = {
 }
 
 
-@pytest.mark.parametrize("line", MISSING)
-def test_missing_data_are_one_line_before_the_first_measurement(line, capsys, tmp_path, monkeypatch):
+@pytest.mark.parametrize("line", [*MISTAKES, *MISSING])
+def test_mistakes_are_one_line_and_exit_code_2(line, capsys, tmp_path, monkeypatch):
+    """And before the first measurement."""
     monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", *line.split()]) == WRONG
-    err = capsys.readouterr().err
+    assert main(["reproduce", *shlex.split(line)]) == WRONG
+    out, err = capsys.readouterr()
+    assert not out
     assert err.count("\n") == 1
-    assert MISSING[line] in err
-    assert not list(Path("reproduce").glob("*.*"))
+    assert (MISTAKES | MISSING)[line] in err
+    # Data are looked for under the lock of the results.
+    assert not list(Path("reproduce").glob("*.*")) if line in MISSING else not Path("reproduce").exists()

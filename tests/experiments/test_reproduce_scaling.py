@@ -59,7 +59,6 @@ class _Spy(torch.nn.Module):
         return 2 * x, None
 
 
-@pytest.mark.full
 def test_memory_is_that_of_one_call_and_sees_a_matrix_of_all_pairs():
     settings = replace(SMALL, tokens=1)
     matrix = 2 * 1024**2 * 4 / 2**20  # MB: two heads, all pairs, four bytes
@@ -67,7 +66,6 @@ def test_memory_is_that_of_one_call_and_sees_a_matrix_of_all_pairs():
     assert scaling.weighed(settings, "linear", 1024) < matrix
 
 
-@pytest.mark.full
 def test_a_layer_that_fails_in_the_other_process_has_its_error_reported():
     with pytest.raises(ValueError, match=r"memory of softmax@flex at 64 tokens ended: ValueError: backend 'flex'"):
         scaling.weighed(SMALL, "softmax@flex", 64)

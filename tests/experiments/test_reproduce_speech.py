@@ -73,7 +73,6 @@ def test_a_training_goes_on_with_the_same_numbers(tmp_path):
     assert all(torch.equal(weights[key], others[key]) for key in weights)
 
 
-@pytest.mark.full
 def test_a_training_learns_the_tones(place):
     """Some epochs bring the errors far below chance, which is nine of ten words."""
     settings = replace(QUICK, units="words", dim=32, epochs=40, batch=2, evaluate_every=40, learning_rate=1e-2)

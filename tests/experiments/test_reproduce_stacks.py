@@ -109,7 +109,6 @@ def test_only_the_penalty_sets_the_two_trainings_apart(tmp_path):
     assert attention.key_pattern.dense(40)[..., -1, :].sum() == 30
 
 
-@pytest.mark.full
 def test_a_run_keeps_the_spans_of_every_look(tmp_path):
     place = Place(tmp_path / "spans-work", unwatched)
     free, priced, window = (spans.measure(spans.EXPERIMENT.quick, {"kind": kind}, place) for kind in spans.VARIANTS)

@@ -186,13 +186,9 @@ class TestRefusals:
         change(own.stack.blocks[1].attention)
         assert reason in Engine.why_not(own)
 
-    def test_large_heads(self):
-        own = longspan.Decoder(
-            longspan.DecoderConfig(dim=8, heads=1, depth=1, vocab=3, attention="gated_deltanet(expand_v=256.0)")
-        ).eval()
+    def test_large_heads_and_interleaved_pairs(self):
+        own = decoder(("gated_deltanet(expand_v=256.0)", *MODELS[0][1:]), 8, 1)
         assert "heads of more than 1024 channels" in Engine.why_not(own)
-
-    def test_interleaved_pairs(self):
         assert "rotates interleaved pairs" in Engine.why_not(model("retention(rotary_layout='interleaved')"))
 
     @pytest.mark.parametrize("part", ["sums", "recent"])

@@ -64,11 +64,7 @@ def test_positions_below_zero(made):
 )
 def test_counters_of_another_kind(made, counts):
     state, step = made
-    for odd in (
-        change(state, 0, position=counts),
-        change(state, 1, length=counts),
-        state._replace(position=counts),
-    ):
+    for odd in (change(state, 0, position=counts), change(state, 1, length=counts), state._replace(position=counts)):
         with pytest.raises(ValueError, match="state"):
             step(TOKEN, odd)
 
@@ -146,33 +142,24 @@ class TestEngine:
             odd = change(own, 0, sums=view(own.layers[0].sums))
             assert torch.equal(Engine(model)(TOKEN, odd)[0], wanted)
 
-    def test_tokens_without_memory(self):
-        model = decoder(MODELS[2])
-        with pytest.raises(ValueError, match="tokens must be int64"):
-            Engine(model)(TOKEN.to("meta"), model.init_state(2))
-
-    def test_no_state_at_all(self):
+    def test_no_state_at_all_and_tokens_without_memory(self):
         model = decoder(MODELS[2])
         for odd in (None, (), model.init_state(2).layers, model.init_state(2)._replace(layers=None)):
             with pytest.raises(ValueError, match="the state does not fit this decoder"):
                 Engine(model)(TOKEN, odd)
+        with pytest.raises(ValueError, match="tokens must be int64"):
+            Engine(model)(TOKEN.to("meta"), model.init_state(2))
 
 
 class TestFreedMemory:
     """``untyped_storage().resize_(0)``, with which sharding and offloading free memory, leaves a tensor's shape."""
 
     @pytest.mark.parametrize("which", range(6))
-    def test_a_state_whose_memory_was_freed(self, made, which):
+    @pytest.mark.parametrize("returned", [False, True], ids=["any state", "what the last call returned"])
+    def test_a_state_whose_memory_was_freed(self, made, which, returned):
         state, step = made
-        leaves = pytree.tree_leaves(state)
-        leaves[which].untyped_storage().resize_(0)
-        with pytest.raises(ValueError, match="whose storage holds 0 bytes"):
-            step(TOKEN, state)
-
-    @pytest.mark.parametrize("which", range(6))
-    def test_the_state_that_the_last_call_returned(self, made, which):
-        state, step = made
-        _, state = step(TOKEN, state)
+        if returned:
+            _, state = step(TOKEN, state)
         pytree.tree_leaves(state)[which].untyped_storage().resize_(0)
         with pytest.raises(ValueError, match="whose storage holds 0 bytes"):
             step(TOKEN, state)
@@ -236,7 +223,6 @@ def test_a_step_compiles_although_counters_are_checked():
     torch.testing.assert_close(found, wanted)
 
 
-@pytest.mark.full
 @needs_kernels
 def test_the_process_survives():
     """As a whole program, where a read beyond the end would end it."""

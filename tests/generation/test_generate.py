@@ -133,22 +133,34 @@ def test_prefill_gives_the_outputs_of_each_rows_last_token():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("prompt", "options", "message"),
     [
-        ({"max_new_tokens": -1}, "max_new_tokens=-1 must not be negative"),
-        ({"max_new_tokens": 30, "prompt": PROMPT}, "11 tokens .* 30 new .* 41 positions, .* has 40"),
-        ({"max_new_tokens": 1, "batch": 0}, "batch=0 must be at least 1"),
-        ({"max_new_tokens": 1, "stop": 7}, "stop=7 .* 0 to 6"),
-        ({"max_new_tokens": 1, "temperature": -1.0}, "temperature"),
-        ({"max_new_tokens": 1, "top_k": -1}, "top_k"),
-        ({"max_new_tokens": 1, "top_p": 0.0}, "top_p"),
-        ({"max_new_tokens": 1, "prompt": PROMPT, "mask": torch.ones(3, 10).bool()}, r"mask must be bool \(3, 11\)"),
-        ({"max_new_tokens": 1, "prompt": PROMPT + 9}, "tokens .* 0 to"),
+        (None, {"max_new_tokens": -1}, "max_new_tokens=-1 must not be negative"),
+        (PROMPT, {"max_new_tokens": 30}, "11 tokens .* 30 new .* 41 positions, .* has 40"),
+        (None, {"batch": 0}, "batch=0 must be at least 1"),
+        (None, {"stop": 7}, "stop=7 .* 0 to 6"),
+        (None, {"temperature": -1.0}, "temperature"),
+        (None, {"top_k": -1}, "top_k"),
+        (None, {"top_p": 0.0}, "top_p"),
+        (PROMPT, {"mask": torch.ones(3, 10).bool()}, r"mask must be bool \(3, 11\)"),
+        (PROMPT + 9, {}, "tokens .* 0 to"),
+        # Of other types.
+        ("hello", {}, r"not the text 'hello'; .*torch.tensor\(\[list\(text.encode\(\)\)\]\)"),
+        ([1, 2], {}, r"prompt must be int64 \(B, N\), not list"),
+        (PROMPT[0], {}, r"prompt must be int64 \(B, N\), not torch.int64 \(11,\)"),
+        (PROMPT.float(), {}, r"prompt must be int64 \(B, N\), not torch.float32"),
+        (PROMPT, {"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be a whole number"),
+        (PROMPT, {"max_new_tokens": True}, "max_new_tokens=True must be a whole number"),
+        (PROMPT, {"temperature": "hot"}, "temperature='hot' must be a number"),
+        (PROMPT, {"top_k": 1.5}, "top_k=1.5 must be a whole number"),
+        (PROMPT, {"stop": 1.0}, "stop=1.0 must be a whole number or None"),
+        (PROMPT, {"seed": 10**30}, "seed=.* must be a whole number or None"),
+        (None, {"batch": 1.5}, "batch=1.5 must be a whole number"),
     ],
 )
-def test_wrong_options_are_refused_at_the_call(options, message):
+def test_wrong_options_are_refused_at_the_call(prompt, options, message):
     with pytest.raises(ValueError, match=message):
-        generate(decoder(), **options)
+        generate(decoder(), prompt, **{"max_new_tokens": 3} | options)
 
 
 def test_score_refuses_a_negative_chunk():
@@ -173,28 +185,3 @@ def test_the_engine_is_for_more_than_a_few_tokens(tokens, engines, monkeypatch):
     assert len(made) == engines
     list(generate(model.double(), PROMPT, max_new_tokens=tokens, seed=0, stream=True))
     assert len(made) == engines
-
-
-IDS = torch.zeros(1, 2, dtype=torch.long)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "options", "message"),
-    [
-        ("hello", {"max_new_tokens": 3}, r"not the text 'hello'; .*torch.tensor\(\[list\(text.encode\(\)\)\]\)"),
-        ([1, 2], {"max_new_tokens": 3}, r"prompt must be int64 \(B, N\), not list"),
-        (IDS[0], {"max_new_tokens": 3}, r"prompt must be int64 \(B, N\), not torch.int64 \(2,\)"),
-        (IDS.float(), {"max_new_tokens": 3}, r"prompt must be int64 \(B, N\), not torch.float32"),
-        (IDS, {"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be a whole number"),
-        (IDS, {"max_new_tokens": True}, "max_new_tokens=True must be a whole number"),
-        (IDS, {"max_new_tokens": 3, "temperature": "hot"}, "temperature='hot' must be a number"),
-        (IDS, {"max_new_tokens": 3, "top_k": 1.5}, "top_k=1.5 must be a whole number"),
-        (IDS, {"max_new_tokens": 3, "stop": 1.0}, "stop=1.0 must be a whole number or None"),
-        (IDS, {"max_new_tokens": 3, "seed": 10**30}, "seed=.* must be a whole number or None"),
-        (None, {"max_new_tokens": 3, "batch": 1.5}, "batch=1.5 must be a whole number"),
-    ],
-)
-def test_wrong_types_are_named(prompt, options, message):
-    model = Decoder(DecoderConfig(dim=8, depth=1, heads=2, feedforward=16, vocab=5)).eval()
-    with pytest.raises(ValueError, match=message):
-        generate(model, prompt, **options)

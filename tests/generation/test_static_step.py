@@ -91,19 +91,19 @@ def test_replayed_tokens_equal_eager_ones(spec, graphs):
     assert len(graphs) == 6
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_ragged_prompts(side, graphs):
-    model = decoder("softmax; linear; local(window=3)", positions="learned")
-    mask = torch.arange(6).expand(3, -1) < torch.tensor([6, 0, 4])[:, None]
-    mask = mask.flip(1) if side == "left" else mask
-    options = {"mask": mask, "max_new_tokens": 12, "seed": 0}
-    assert torch.equal(static(model, PROMPT, **options), eager(model, PROMPT, **options))
+LEFT = torch.tensor([[True] * 6, [False] * 6, [False] * 2 + [True] * 4])
 
 
-@pytest.mark.parametrize("stack", ["universal(steps=2)", "act(steps=3)", "reversible"])
-def test_stacks(stack, graphs):
-    model = decoder("softmax", stack=stack)
-    options = {"max_new_tokens": 12, "seed": 0}
+@pytest.mark.parametrize(
+    ("spec", "fields", "mask"),
+    [
+        ("softmax; linear; local(window=3)", {"positions": "learned"}, LEFT),
+        ("softmax; linear; local(window=3)", {"positions": "learned"}, LEFT.flip(1)),
+        *(("softmax", {"stack": stack}, None) for stack in ("universal(steps=2)", "act(steps=3)", "reversible")),
+    ],
+)
+def test_stacks_and_ragged_prompts(spec, fields, mask, graphs):
+    model, options = decoder(spec, **fields), {"mask": mask, "max_new_tokens": 12, "seed": 0}
     assert torch.equal(static(model, PROMPT, **options), eager(model, PROMPT, **options))
 
 
@@ -143,13 +143,6 @@ def test_few_tokens(graphs):
     assert len(graphs) == 1
 
 
-def test_hooks_are_refused(graphs):
-    model = decoder("linear")
-    model.stack.blocks[1].register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match=r"stack.blocks.1 has hooks"):
-        static(model, PROMPT, max_new_tokens=9)
-
-
 def test_tensors_keep_their_addresses():
     model = decoder("softmax; ssd(channels=5); local(window=3)")
     step = static_step.StaticStep(lambda token, state: model(token, state, donate=True), replayed)
@@ -174,12 +167,17 @@ def test_the_given_state_and_the_weights_stay():
     assert weight.abs().max() == 0
 
 
-def test_another_state_is_refused():
-    model = decoder("linear")
-    step = static_step.StaticStep(lambda token, state: model(token, state, donate=True), replayed)
+def test_another_state_and_a_growing_one_are_refused():
+    model, other = decoder("linear"), decoder("softmax")
+    step, grown = (
+        static_step.StaticStep(lambda token, state, of=of: of(token, state, donate=True), replayed)
+        for of in (model, other)
+    )
     step(PROMPT[:, :1], model.init_state(3))
     with pytest.raises(ValueError, match="static step"):
         step(PROMPT[:, :1], model.init_state(3))
+    with pytest.raises(ValueError, match="changes its shapes"):
+        grown(PROMPT[:, :1], other.init_state(3))
 
 
 def test_exchanged_tensors_are_written_back():
@@ -189,17 +187,14 @@ def test_exchanged_tensors_are_written_back():
     assert b.tolist() == [0, 0, 0]
 
 
-def test_a_growing_state_is_refused():
-    model = decoder("softmax")
-    step = static_step.StaticStep(lambda token, state: model(token, state, donate=True), replayed)
-    with pytest.raises(ValueError, match="changes its shapes"):
-        step(PROMPT[:, :1], model.init_state(3))
-
-
 def test_reasons_are_given(graphs, monkeypatch):
     for spec in ("informer(factor=1)", "synthesizer", "axial(width=7, kind='shifted')", "sinkhorn(block=5)"):
         with pytest.raises(ValueError, match=r"cuda_graph=True.*(waits|grows)"):
             static(decoder(spec), PROMPT, max_new_tokens=9)
+    hooked = decoder("linear")
+    hooked.stack.blocks[1].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"stack.blocks.1 has hooks"):
+        static(hooked, PROMPT, max_new_tokens=9)
     with pytest.raises(ValueError, match=r"dropout is active"):
         static(decoder("linear", dropout=0.5).train(), PROMPT, max_new_tokens=9)
     with pytest.raises(ValueError, match=r"reference is forced"), longspan.backend("reference"):

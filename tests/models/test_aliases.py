@@ -1,6 +1,7 @@
 """Names of other libraries: a message suggests ours, for mechanisms, options, fields, flags and arguments alike."""
 
 import inspect
+import re
 
 import pytest
 import torch
@@ -13,23 +14,7 @@ from longspan.cli.entry import WRONG, main
 from longspan.train.config import TrainConfig
 
 SMALL = {"dim": 8, "depth": 2, "heads": 2, "feedforward": 16}
-ARGUMENTS = {
-    "tokens",
-    "batch",
-    "beams",
-    "best",
-    "stop",
-    "prompt",
-    "state",
-    "mask",
-    "segments",
-    "context",
-    "causal",
-    "text",
-    "count",
-    "n_best",
-    "data",
-}
+ARGUMENTS = set("tokens batch beams best stop prompt state mask segments context causal text count n_best data".split())
 
 
 def test_every_alias_leads_to_a_name_of_ours():
@@ -45,32 +30,29 @@ def test_every_alias_leads_to_a_name_of_ours():
 
 
 @pytest.mark.parametrize(
-    ("foreign", "ours"),
+    ("foreign", "message"),
     [
-        ("mamba2", "ssd"),
-        ("flash", "softmax"),
-        ("sliding_window", "local"),
-        ("retnet", "retention"),
-        ("delta_net", "deltanet"),
-        ("gated_linear_attention", "gla"),
+        ("mamba2", "unknown name 'mamba2' (did you mean 'ssd'?)"),
+        ("flash", "unknown name 'flash' (did you mean 'softmax'?)"),
+        ("sliding_window", "unknown name 'sliding_window' (did you mean 'local'?)"),
+        ("retnet", "unknown name 'retnet' (did you mean 'retention'?)"),
+        ("delta_net", "unknown name 'delta_net' (did you mean 'deltanet'?)"),
+        ("gated_linear_attention", "unknown name 'gated_linear_attention' (did you mean 'gla'?)"),
+        ("softmax(n_kv_heads=2)", "softmax has no option 'n_kv_heads' (did you mean 'kv_heads'?)"),
+        ("gla; softmax", "Decoder(DecoderConfig(attention='gla; softmax'))"),
     ],
 )
-def test_a_foreign_mechanism(foreign, ours):
-    with pytest.raises(ValueError, match=rf"unknown name {foreign!r} \(did you mean {ours!r}\?\)"):
+def test_a_foreign_mechanism(foreign, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
         longspan.build(foreign, 8, 2)
 
 
 @pytest.mark.parametrize(
     ("foreign", "ours"),
     [
-        ("n_layers", "depth"),
-        ("num_layers", "depth"),
-        ("layers", "depth"),
-        ("nhead", "heads"),
-        ("n_heads", "heads"),
-        ("num_heads", "heads"),
-        ("d_model", "dim"),
-        ("hidden_size", "dim"),
+        *((name, "depth") for name in ("n_layers", "num_layers", "layers")),
+        *((name, "heads") for name in ("nhead", "n_heads", "num_heads")),
+        *((name, "dim") for name in ("d_model", "hidden_size")),
         ("ffn", "feedforward"),
     ],
 )
@@ -81,11 +63,6 @@ def test_a_foreign_field(foreign, ours, capsys):
         DecoderConfig.from_dict({foreign: 3})
     assert main(["train", f"--model.{foreign}", "3"]) == WRONG
     assert f"(did you mean '--model.{ours}'?)" in capsys.readouterr().err
-
-
-def test_a_foreign_option_of_a_mechanism():
-    with pytest.raises(ValueError, match=r"softmax has no option 'n_kv_heads' \(did you mean 'kv_heads'\?\)"):
-        longspan.build("softmax(n_kv_heads=2)", 8, 2)
 
 
 def test_a_flag_without_its_group_is_one_short_line(capsys):
@@ -124,8 +101,3 @@ def test_a_foreign_argument_of_a_call(name):
     with pytest.raises(TypeError, match="has no argument") as caught:
         call()
     assert hint in str(caught.value)
-
-
-def test_build_of_a_stack_names_the_decoder_config():
-    with pytest.raises(ValueError, match=r"is a stack, .*Decoder\(DecoderConfig\(attention='gla; softmax'\)\)"):
-        longspan.build("gla; softmax", dim=8, heads=2)

@@ -40,6 +40,8 @@ def test_round_trip(config):
             "embedding_norm=True and prenorm=True take the norm from the first block",
         ),
         (EncoderConfig, {"pool": "max"}, "unknown pool 'max'; known: first, mean, none"),
+        (EncoderConfig, {"outputs": 2, "labels": "a b c"}, "labels='a b c' .* 3 names, .* outputs=2"),
+        (EncoderConfig, {"outputs": 2, "labels": "a a"}, "labels='a a'"),
         (DecoderConfig, {"positions": None}, "positions=None must be a string"),
         (DecoderConfig, {"attention": 5}, "attention=5 must be a string"),
         (DecoderConfig, {"norm": []}, r"norm=\[\] must be a string"),

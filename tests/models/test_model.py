@@ -121,55 +121,46 @@ class TestEncoder:
         assert y.shape == (2, 3)
         torch.testing.assert_close(y[1:], model(TOKENS[1:, :6]), atol=1e-10, rtol=0)
 
-    def test_errors(self):
-        model = Encoder(EncoderConfig(**SMALL))
-        with pytest.raises(ValueError, match=r"x must be floating-point \(B, N, 8\), not torch.float32 \(2, 3, 7\)"):
-            model(torch.zeros(2, 3, 7))
-        pooled = Encoder(EncoderConfig(**SMALL, vocab=7, pool="mean"))
-        with pytest.raises(ValueError, match="pool=.* segments="):
-            pooled(TOKENS, segments=torch.zeros(2, 13, dtype=torch.long))
-        with pytest.raises(ValueError, match="tokens .* 0 to 7; .* 0 to 6"):
-            pooled(torch.tensor([[0, 7]]))
+
+LONG, VECTORS = torch.zeros(1, 21, dtype=torch.long), torch.zeros(2, 3, 8).double()
 
 
-class TestErrors:
-    model = decoder()
+def after(model, count):
+    """The state after so many tokens."""
+    with torch.no_grad():
+        return model(LONG[:, :count], model.init_state(1))[1]
 
-    @pytest.mark.parametrize(
-        ("tokens", "message"),
-        [
-            (torch.zeros(2, 3), r"tokens must be int64 \(B, N\), not torch.float32 \(2, 3\)"),
-            (torch.zeros(3, dtype=torch.long), r"tokens must be int64 \(B, N\), not torch.int64 \(3,\)"),
-            ([[1]], "tokens must be int64 .* not list"),
-            (torch.tensor([[-1, 3]]), "tokens .* -1 to 3; .* 0 to 7"),
-            (torch.zeros(1, 21, dtype=torch.long), "position 20 is beyond the table of 20 learned positions"),
-        ],
-    )
-    def test_tokens(self, tokens, message):
-        with pytest.raises(ValueError, match=message):
-            self.model(tokens)
 
-    def test_positions_run_out_on_the_way(self):
-        with torch.no_grad():
-            _, state = self.model(torch.zeros(1, 20, dtype=torch.long), self.model.init_state(1))
-        with pytest.raises(ValueError, match="position 20 is beyond the table of 20 learned positions"):
-            self.model(torch.zeros(1, 1, dtype=torch.long), state)
+# A call of a decoder, or of an encoder of vectors or of tokens, and the message.
+REFUSED = [
+    (lambda d, *_: d(torch.zeros(2, 3)), r"tokens must be int64 \(B, N\), not torch.float32 \(2, 3\)"),
+    (lambda d, *_: d(LONG[0, :3]), r"tokens must be int64 \(B, N\), not torch.int64 \(3,\)"),
+    (lambda d, *_: d([[1]]), "tokens must be int64 .* not list"),
+    (lambda d, *_: d(torch.tensor([[-1, 3]])), "tokens .* -1 to 3; .* 0 to 7"),
+    (lambda d, *_: d(LONG), "position 20 is beyond the table of 20 learned positions"),
+    (lambda d, *_: d(LONG[:, :1], after(d, 20)), "position 20 is beyond the table of 20 learned positions"),
+    (lambda d, *_: d(TOKENS, (1, 2)), "DecoderState, not tuple"),
+    (
+        lambda d, *_: d.stack(VECTORS, d.init_state(2).layers[:1]),
+        "the state of this stack .* a tuple of 2 states, not 1",
+    ),
+    (lambda d, *_: d(TOKENS, mask=torch.ones(2, 12) > 0), r"mask must be bool \(2, 13\)"),
+    (lambda d, *_: d.stack(VECTORS, mask=torch.ones(2, 2) > 0), r"mask must be bool \(2, 3\)"),
+    (lambda *_: decoder(attention="kernel", positions="rotary"), "kernel has no rotary positions"),
+    (
+        lambda _, e, p: e(VECTORS[..., :7].float()),
+        r"x must be floating-point \(B, N, 8\), not torch.float32 \(2, 3, 7\)",
+    ),
+    (lambda _, e, p: p(TOKENS, segments=torch.zeros_like(TOKENS)), "pool=.* segments="),
+    (lambda _, e, p: p(torch.tensor([[0, 7]])), "tokens .* 0 to 7; .* 0 to 6"),
+]
 
-    def test_states(self):
-        with pytest.raises(ValueError, match="DecoderState, not tuple"):
-            self.model(TOKENS, (1, 2))
-        with pytest.raises(ValueError, match="the state of this stack .* a tuple of 2 states, not 1"):
-            self.model.stack(torch.zeros(2, 3, 8).double(), self.model.init_state(2).layers[:1])
 
-    def test_mask(self):
-        with pytest.raises(ValueError, match=r"mask must be bool \(2, 13\)"):
-            self.model(TOKENS, mask=torch.ones(2, 12, dtype=torch.bool))
-        with pytest.raises(ValueError, match=r"mask must be bool \(2, 3\)"):
-            self.model.stack(torch.zeros(2, 3, 8).double(), mask=torch.ones(2, 2, dtype=torch.bool))
-
-    def test_rotary_where_there_is_none(self):
-        with pytest.raises(ValueError, match="kernel has no rotary positions"):
-            decoder(attention="kernel", positions="rotary")
+@pytest.mark.parametrize(("call", "message"), REFUSED)
+def test_wrong_calls_are_refused(call, message):
+    vectors, pooled = Encoder(EncoderConfig(**SMALL)), Encoder(EncoderConfig(**SMALL, vocab=7, pool="mean"))
+    with pytest.raises(ValueError, match=message):
+        call(decoder(), vectors, pooled)
 
 
 @pytest.mark.parametrize("prenorm", [True, False])

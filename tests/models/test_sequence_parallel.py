@@ -1,5 +1,7 @@
 """Rows of tokens over several processes: outputs, states and gradients are those of one process with whole rows."""
 
+import functools
+
 import pytest
 import torch
 
@@ -69,37 +71,19 @@ def check(gaps):
 
 
 @pytest.mark.parametrize("spec", EXCHANGED)
-def test_three_ranks_equal_one(run, spec):
-    check(run(3, shard_cases.attention_gaps, spec, [7, 9, 5]))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("spec", EXCHANGED)
-@pytest.mark.parametrize("lengths", [[12, 9], [1, 1, 1]], ids=str)
-def test_shards_of_any_length(run, spec, lengths):
-    check(run(len(lengths), shard_cases.attention_gaps, spec, lengths))
-
-
-@pytest.mark.parametrize("spec", EXCHANGED)
-def test_a_state_continues(run, spec):
-    check(run(3, shard_cases.attention_gaps, spec, [7, 9, 5], stated="continued"))
-
-
-@pytest.mark.parametrize("spec", EXCHANGED)
-def test_documents_end_at_the_borders_of_shards(run, spec):
-    check(run(3, shard_cases.attention_gaps, spec, [8, 5, 8], segments=DOCUMENTS))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("spec", EXCHANGED)
-def test_masked_tokens_at_the_borders_of_shards(run, spec):
-    check(run(3, shard_cases.attention_gaps, spec, [8, 6, 7], mask=REAL))
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("spec", EXCHANGED)
-def test_masked_documents(run, spec):
-    check(run(3, shard_cases.attention_gaps, spec, [3, 3, 15], mask=REAL, segments=DOCUMENTS, stated=True))
+@pytest.mark.parametrize(
+    ("lengths", "given"),
+    [
+        *(([7, 9, 5], given) for given in ({}, {"stated": "continued"})),
+        *((lengths, {}) for lengths in ([12, 9], [1, 1, 1])),
+        ([8, 5, 8], {"segments": DOCUMENTS}),
+        ([8, 6, 7], {"mask": REAL}),
+        ([3, 3, 15], {"mask": REAL, "segments": DOCUMENTS, "stated": True}),
+    ],
+    ids=lambda value: " ".join(map(str, value)),
+)
+def test_ranks_equal_one(run, spec, lengths, given):
+    check(run(len(lengths), shard_cases.attention_gaps, spec, lengths, **given))
 
 
 @pytest.mark.parametrize("spec", HANDED)
@@ -108,15 +92,8 @@ def test_states_are_handed_on(run, spec):
 
 
 # One spec of each exchange, and of each kind of state that is handed on.
-PADDED = (
-    "gated_deltanet",
-    "performer",
-    "linear(rotary=100.0)",
-    "rfa(features=31, gate=True)",
-    "average",
-    "ssd(channels=5)",
-)
-PADDED += ("gla(rank=3, expand_v=1.5)", "local(window=5)", "softmax(kv_heads=1, rotary=100.0)")
+PADDED = ("gated_deltanet", "performer", "linear(rotary=100.0)", "rfa(features=31, gate=True)", "average")
+PADDED += ("ssd(channels=5)", "gla(rank=3, expand_v=1.5)", "local(window=5)", "softmax(kv_heads=1, rotary=100.0)")
 WAVES = ("bp(k=1, levels=2)", "infini(segment=5)", "mlstm", "rwkv7")
 
 
@@ -130,7 +107,6 @@ def padding(lengths):
         yield torch.zeros(2, sum(lengths), dtype=torch.bool)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("spec", PADDED + WAVES)
 def test_any_shard_may_be_padding(run, spec):
     for lengths in ([4, 5], [3, 5, 4])[spec in WAVES :]:
@@ -151,16 +127,11 @@ DECODERS = {
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_decoders(run, name):
-    options = DECODERS[name]
-    assert max(run(2, shard_cases.decoder_gaps, [9, 7], **options)) < LIMIT
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("name", DECODERS)
-def test_decoders_of_packed_rows(run, name):
-    given = {"mask": REAL, "segments": DOCUMENTS}
-    assert max(run(3, shard_cases.decoder_gaps, [8, 6, 7], **given, **DECODERS[name])) < LIMIT
+@pytest.mark.parametrize(
+    ("lengths", "given"), [([9, 7], {}), ([8, 6, 7], {"mask": REAL, "segments": DOCUMENTS})], ids=["plain", "packed"]
+)
+def test_decoders(run, name, lengths, given):
+    assert max(run(len(lengths), shard_cases.decoder_gaps, lengths, **given, **DECODERS[name])) < LIMIT
 
 
 @pytest.mark.parametrize("attention", ["infini(segment=5); linear", "local(window=5); mlstm; softmax"])
@@ -177,7 +148,6 @@ def test_the_backward_pass_may_come_later(run):
     assert max(run(2, shard_cases.decoder_gaps, [9, 7], mask=REAL[:, :16], **options)) < LIMIT
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("kind", "spec"), [("ddp", "gated_deltanet; softmax"), ("fsdp", "bp(k=1, levels=2); linear")])
 def test_a_mesh_of_data_and_sequence(run_four, kind, spec):
     assert max(run_four(4, shard_cases.mesh_gaps, kind, 2, 2, attention=spec)) < LIMIT
@@ -226,10 +196,8 @@ def test_traffic_does_not_depend_on_the_length(run, spec, numbers):
     assert {v for (n, _), v in bytes_of.items() if n == 16} == {v for (n, _), v in bytes_of.items() if n == 64}
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
-    ("spec", "kind", "keys"),
-    [("linear", "sum", 8), ("gla", "decay", 4), ("deltanet(convolution=0)", "delta", 8)],
+    ("spec", "kind", "keys"), [("linear", "sum", 8), ("gla", "decay", 4), ("deltanet(convolution=0)", "delta", 8)]
 )
 def test_the_page_counts_states(run, spec, kind, keys):
     one, three = (run(3, shard_cases.traffic, 16, depth, spec)[0] for depth in (1, 3))
@@ -239,14 +207,12 @@ def test_the_page_counts_states(run, spec, kind, keys):
     assert scaling.state_exchange(kind, model, 3, batch=2) == added * 2 // 3
 
 
-@pytest.mark.full
 def test_the_page_counts_windows(run):
     one, three = (run(3, shard_cases.traffic, 16, depth, "local(window=5)")[1] for depth in (1, 3))
     added = sum(sum(many.values()) - sum(few.values()) for (_, few), (_, many) in zip(one, three, strict=True)) // 2
     assert scaling.halo(4, 2 * 16, 3, batch=2) == added
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_the_page_counts_training(run, kind):
     sizes, count = run(2, shard_cases.training_traffic, kind)[0]
@@ -280,50 +246,39 @@ def test_mechanisms_without_an_exact_form_are_refused(run, spec, text):
         assert text in found
 
 
-def _bidirectional():
-    return longspan.build("linear", dim=16, heads=2, causal=False)
+@pytest.mark.parametrize(
+    ("make", "options", "text"),
+    [
+        (longspan.build, {"text": "linear", "dim": 16, "heads": 2, "causal": False}, "bidirectional"),
+        (shard_cases.decoder, {"stack": "act"}, "act"),
+        (shard_cases.decoder, {"stack": "reversible", "attention": "linear"}, "reversible"),
+    ],
+)
+def test_models_without_an_exact_form_are_refused(run, make, options, text):
+    assert text in run(1, shard_cases.refusal, functools.partial(make, **options), call=_no_call)[0]
 
 
-def _act():
-    return shard_cases.decoder(stack="act")
+def _called(model, **given):
+    model(torch.zeros(1, 3, 16), **given)
 
 
-def _reversible():
-    return shard_cases.decoder(stack="reversible", attention="linear")
+def _donated(model, donate):
+    with torch.no_grad():
+        model(torch.zeros(1, 3, 16), model.init_state(1), donate=donate)
 
 
 @pytest.mark.parametrize(
-    ("make", "text"), [(_bidirectional, "bidirectional"), (_act, "act"), (_reversible, "reversible")]
+    ("call", "name", "value"),
+    [
+        (_called, "prefix", torch.tensor([1])),
+        (_called, "record", {"penalty": None}),
+        (_called, "context", torch.zeros(1, 2, 16)),
+        (_donated, "donate", True),
+    ],
 )
-def test_models_without_an_exact_form_are_refused(run, make, text):
-    assert text in run(1, shard_cases.refusal, make, call=_no_call)[0]
-
-
-def _call(name, value):
-    return lambda model: model(torch.zeros(1, 3, 16), **{name: value})
-
-
-def _prefix(model):
-    model(torch.zeros(1, 3, 16), prefix=torch.tensor([1]))
-
-
-def _record(model):
-    model(torch.zeros(1, 3, 16), record={"penalty": None})
-
-
-def _context(model):
-    model(torch.zeros(1, 3, 16), context=torch.zeros(1, 2, 16))
-
-
-def _donate(model):
-    with torch.no_grad():
-        model(torch.zeros(1, 3, 16), model.init_state(1), donate=True)
-
-
-@pytest.mark.parametrize("call", [_prefix, _record, _context, _donate])
-def test_arguments_without_an_exact_form_are_refused(run, call):
-    found = run(1, shard_cases.refusal, longspan.build, "linear", 16, 2, call=call)[0]
-    assert f"{call.__name__[1:]}= has no exact form" in found
+def test_arguments_without_an_exact_form_are_refused(run, call, name, value):
+    call = functools.partial(call, **{name: value})
+    assert f"{name}= has no exact form" in run(1, shard_cases.refusal, longspan.build, "linear", 16, 2, call=call)[0]
 
 
 def test_shards_must_fit_together(run):
@@ -339,7 +294,6 @@ def test_no_process_group():
         pass
 
 
-@pytest.mark.full
 def test_a_rank_that_leaves_out_a_backward_pass_is_an_error():
     with ranks.pool(2, timeout=5) as run:
         assert "init_process_group(timeout=" in run(2, shard_cases.left_out)[1]

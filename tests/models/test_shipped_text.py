@@ -54,25 +54,7 @@ PROSE = (
     b"down at the table and took the letter that had come in the morning. They both knew what was in it."
 )
 PROMPTS = ("The prince ", '"My dear," said ', "On the morning of the battle ")
-FREQUENT = {
-    "the",
-    "and",
-    "of",
-    "to",
-    "a",
-    "in",
-    "he",
-    "that",
-    "was",
-    "his",
-    "with",
-    "it",
-    "her",
-    "not",
-    "him",
-    "she",
-    "had",
-}
+FREQUENT = set("the and of to a in he that was his with it her not him she had".split())
 
 
 def test_the_record_holds_the_bits_that_this_text_has():

@@ -30,11 +30,16 @@ FLA = {
 TYPES = {"hybrid": "gated_deltanet", "rwkv-hybrid": "rwkv6"}
 
 
-def hybrid(kind, **more):
-    """A model of transformers of this type, accelerated; skips where pools do not serve it."""
+def in_pools(kind):
+    """Skip where pools do not serve models of transformers of this type."""
     hybrids.served(kind)
     if hybrids.version() < (5, 24):
         pytest.skip("pools map caches from transformers 5.24 on")
+
+
+def hybrid(kind, **more):
+    """A model of transformers of this type, accelerated; skips where pools do not serve it."""
+    in_pools(kind)
     made = hybrids.model(kind, **more)
     on_cpu.accelerate(made)
     return made

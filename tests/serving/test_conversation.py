@@ -141,25 +141,9 @@ def test_what_does_not_fit_is_refused(tmp_path):
 
 
 def test_the_command(monkeypatch, capsys, tmp_path):
-    lines = [
-        "The prince",
-        "/branch one",
-        "went on",
-        "/undo",
-        "/branch one",
-        "went on",
-        "/branch",
-        "/undo",
-        "/undo",
-        "/undo",
-    ]
-    lines += [
-        f"/save {tmp_path / 'a.safetensors'}",
-        f"/load {tmp_path / 'a.safetensors'}",
-        "/nope",
-        "/undo now",
-        "/save",
-    ]
+    branch, file = ["/branch one", "went on"], tmp_path / "a.safetensors"
+    lines = ["The prince", *branch, "/undo", *branch, "/branch", "/undo", "/undo", "/undo"]
+    lines += [f"/save {file}", f"/load {file}", "/nope", "/undo now", "/save"]
     lines += ['"""', "/two", "lines", '"""', "/help", "/quit", "never read"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     assert main(["chat", "text", "--tokens", "5", "--temperature", "0"]) == 0

@@ -849,15 +849,8 @@ def _conforms(running, examples):
     checks = schemathesis.checks.CHECKS
     chosen = [
         checks.get_one(name)
-        for name in (
-            "not_a_server_error",
-            "status_code_conformance",
-            "content_type_conformance",
-            "response_headers_conformance",
-            "response_schema_conformance",
-            "negative_data_rejection",
-            "unsupported_method",
-        )
+        for name in """not_a_server_error status_code_conformance content_type_conformance response_headers_conformance
+        response_schema_conformance negative_data_rejection unsupported_method""".split()
     ]
     statuses = set()
     for found in schema.get_all_operations():

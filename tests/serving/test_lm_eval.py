@@ -16,6 +16,7 @@ pytest.importorskip("transformers")
 if importlib.util.find_spec("lm_eval") is None:
     pytest.skip("lm-eval is not installed", allow_module_level=True)
 
+import adapted_models
 import servers
 
 import hybrids
@@ -26,7 +27,7 @@ from longspan.compat.transformers import LongspanConfig, LongspanForCausalLM
 from longspan.data import documents, tokenization
 
 TESTS = Path(__file__).parents[1]
-pytestmark = [pytest.mark.full, pytest.mark.usefixtures("restored")]
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 @pytest.fixture(scope="module")
@@ -64,9 +65,7 @@ def check(folder, *ways, **pool):
 
 @pytest.mark.parametrize("kind", [pytest.param("mamba2", marks=pytest.mark.slow), "qwen3_5"])
 def test_a_model_of_transformers_has_equal_figures_in_four_ways(kind, tokenizer, tmp_path):
-    hybrids.served(kind)
-    if hybrids.version() < (5, 24):
-        pytest.skip("pools map caches from transformers 5.24 on")
+    adapted_models.in_pools(kind)
     vocab = tokenization.vocab_of(tokenization.parsed(tokenizer))
     hybrids.model(kind, vocab_size=vocab).save_pretrained(tmp_path)
     _with_tokenizer(tmp_path, tokenizer)

@@ -140,9 +140,7 @@ def test_a_model_of_fla(tokenizer, tmp_path):
 
 @pytest.mark.parametrize("kind", ["mamba2", "jamba", "qwen3_5"])
 def test_a_hybrid_of_transformers(kind, tokenizer, tmp_path):
-    hybrids.served(kind)
-    if hybrids.version() < (5, 24):
-        pytest.skip("pools map caches from transformers 5.24 on")
+    adapted_models.in_pools(kind)
     vocab = tokenization.vocab_of(tokenization.parsed(tokenizer))
     model = hybrids.model(kind, vocab_size=vocab)
     model.save_pretrained(tmp_path)
@@ -153,9 +151,7 @@ def test_a_hybrid_of_transformers(kind, tokenizer, tmp_path):
 
 
 def test_a_gguf_file(tokenizer, tmp_path):
-    hybrids.served("mamba2")
-    if hybrids.version() < (5, 24):
-        pytest.skip("pools map caches from transformers 5.24 on")
+    adapted_models.in_pools("mamba2")
     vocab = tokenization.vocab_of(tokenization.parsed(tokenizer))
     hybrids.model("mamba2", vocab_size=vocab + 3).save_pretrained(tmp_path / "hub")
     tokenization.write_files(tmp_path / "hub", tokenizer)

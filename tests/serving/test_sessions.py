@@ -196,13 +196,6 @@ def test_the_answer_to_an_impossible_change_names_the_number(checkpointed):
     assert checkpointed.tokens(session) == list(b"abc")
 
 
-def test_an_empty_session_begins_a_text(kept):
-    session = kept.create()
-    assert kept.tokens(session) == []
-    assert kept.turn(session) == text_of(kept.alone([], 8))
-    assert kept.tokens(session) == kept.alone([], 8)
-
-
 def test_forks_part(kept):
     first = kept.create(prompt="once upon")
     kept.turn(first, " a", 4)
@@ -262,6 +255,7 @@ def test_a_stop_at_the_first_token_leaves_the_prompt(kept):
     empty = kept.create()
     assert kept.turn(empty, "", stop=text_of(kept.alone([], 4))[:1]) == ""
     assert kept.tokens(empty) == []
+    assert kept.turn(empty) == text_of(kept.alone([], 8))
 
 
 def test_a_stop_string_that_ends_with_the_last_token_cuts_the_session_too(kept):
@@ -708,7 +702,6 @@ def checkpoint(tmp_path):
     return tmp_path / "model"
 
 
-@pytest.mark.full
 def test_a_kill_while_sessions_are_written_leaves_whole_ones(checkpoint, tmp_path):
     generator = random.Random(0)
     model = longspan.load(checkpoint)

@@ -1,9 +1,7 @@
 """Corpora: who is held out is in no training, every recording comes once an epoch, and mistakes are reported."""
 
-import functools
 import hashlib
-import http.server
-import threading
+import re
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from longspan.speech import labels
 from longspan_lab.speech import corpora, corpus, digits, fsdd, tones
 from recordings import fsdd as fsdd_folder
 from recordings import noise, wav_bytes
+from support.downloads import serving
 
 
 def spoken(one: corpus.Utterance, found: corpus.Corpus) -> list[str]:
@@ -116,37 +115,19 @@ def test_what_is_varied_is_another_length_and_loudness():
     assert {bool((x[-300:] == 0).all()) for x in made} == {True, False}
 
 
-@pytest.fixture
-def server(tmp_path):
-    """A folder served over http on this machine: (folder, address, requested paths)."""
-    served, asked = tmp_path / "served", []
-    served.mkdir()
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, format, *args):
-            asked.append(self.path)
-
-    handler = functools.partial(Handler, directory=str(served))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as listening:
-        thread = threading.Thread(target=listening.serve_forever)
-        thread.start()
-        yield served, f"http://127.0.0.1:{listening.server_port}/", asked
-        listening.shutdown()
-        thread.join()
-
-
-def test_a_download_is_checked_and_kept(server, monkeypatch, folder, tmp_path):
-    served, address, asked = server
+def test_a_download_is_checked_and_kept(monkeypatch, folder, tmp_path):
     monkeypatch.setenv("LONGSPAN_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "served").mkdir()
     contents = {f"free/recordings/{path.name}": path.read_bytes() for path in folder.iterdir()}
-    digest = pack(served / "v1.0.9.tar.gz", contents)
-    monkeypatch.setattr(fsdd, "MIRRORS", (f"{address}v1.0.9.tar.gz",))
-    with pytest.raises(ValueError, match=rf"cannot download v1.0.9.tar.gz \(sha256 {fsdd.SHA256}\)"):
-        corpora.load("fsdd", units="letters")
-    monkeypatch.setattr(fsdd, "SHA256", digest)
-    for _ in range(2):
-        found = corpora.load("fsdd", units="words", longest=2)
-        assert (found.name, found.checksum) == ("fsdd", load(folder).checksum)
+    digest = pack(tmp_path / "served" / "v1.0.9.tar.gz", contents)
+    with serving(tmp_path / "served") as (address, asked):
+        monkeypatch.setattr(fsdd, "MIRRORS", (f"{address}v1.0.9.tar.gz",))
+        with pytest.raises(ValueError, match=rf"cannot download v1.0.9.tar.gz \(sha256 {fsdd.SHA256}\)"):
+            corpora.load("fsdd", units="letters")
+        monkeypatch.setattr(fsdd, "SHA256", digest)
+        for _ in range(2):
+            found = corpora.load("fsdd", units="words", longest=2)
+            assert (found.name, found.checksum) == ("fsdd", load(folder).checksum)
     assert asked.count("/v1.0.9.tar.gz") == 2  # one that was refused, one that was kept
     assert (tmp_path / "cache" / "fsdd" / "v1.0.9.tar.gz").exists()
 
@@ -273,25 +254,20 @@ def test_batches_hold_each_utterance_once_with_little_padding():
     assert (frames.shape, lengths.tolist(), targets) == ((2, 9, 2), [9, 1], [[1], [1]])
 
 
-NAMES = {
-    "fsd": "unknown corpus of speech 'fsd' (did you mean 'fsdd'?); known: an4, fsdd, tones",
-    "fsdd:": "nothing follows the colon of 'fsdd:'; pass e.g. fsdd:FOLDER",
-    "tones:a": "tones:a: ",
-    "an4": "an4 cannot be downloaded",
-}
+NAMES = [
+    ("fsd", {}, "unknown corpus of speech 'fsd' (did you mean 'fsdd'?); known: an4, fsdd, tones"),
+    ("fsdd:", {}, "nothing follows the colon of 'fsdd:'; pass e.g. fsdd:FOLDER"),
+    ("tones:a", {}, "tones:a: "),
+    ("an4", {}, "an4 cannot be downloaded"),
+    ("tones", {"speaker": "ann"}, "speaker=ann: tones "),
+    ("tones", {"units": "sounds"}, "unknown unit of labels 'sounds'; known: letters, phonemes, words"),
+]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_names_that_mean_nothing(name):
-    with pytest.raises(ValueError, match="^" + NAMES[name].replace("(", r"\(").replace(")", r"\)").replace("?", r"\?")):
-        corpora.load(name, units="letters")
-
-
-def test_only_of_fsdd_a_speaker_is_chosen():
-    with pytest.raises(ValueError, match="speaker=ann: tones .*fsdd"):
-        corpora.load("tones", units="letters", speaker="ann")
-    with pytest.raises(ValueError, match="unknown unit of labels 'sounds'; known: letters, phonemes, words"):
-        corpora.load("tones", units="sounds")
+@pytest.mark.parametrize(("name", "options", "message"), NAMES)
+def test_names_that_mean_nothing(name, options, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        corpora.load(name, **{"units": "letters"} | options)
 
 
 def test_the_checksum_is_of_names_and_contents(folder):

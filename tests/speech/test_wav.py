@@ -251,8 +251,7 @@ class TestOtherFormats:
         assert seen >= {"WAV", "RF64", "W64", "AIFF", "AU", "CAF", "FLAC", "OGG", "NIST"}
 
     @pytest.mark.parametrize(
-        ("kind", "place", "unknown"),
-        [("AU PCM_16", 8, b"\xff" * 4), ("W64 PCM_16", -2, b"\xff" * 7 + b"\x7f")],
+        ("kind", "place", "unknown"), [("AU PCM_16", 8, b"\xff" * 4), ("W64 PCM_16", -2, b"\xff" * 7 + b"\x7f")]
     )
     def test_a_size_that_nobody_knew_announces_nothing(self, soundfile, tmp_path, kind, place, unknown):
         """As programs write it that write to a pipe."""

@@ -15,7 +15,7 @@ from longspan.models import checkpoint
 from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
 from longspan.train import fit, streaming_eval, tbptt
-from longspan.train.evaluate import Share, total
+from longspan.train.evaluate import Share
 from longspan.train.objectives import Streams
 from support.runs import trained
 from training_process import tiny, weights
@@ -243,13 +243,6 @@ class TestEvaluation:
                 outputs, _ = model(model.shift(window))
                 nats -= model.likelihood.log_prob(outputs, window)[0, at - begin].item()
         assert found.tolist() == pytest.approx([nats, 8 * LENGTH])
-
-    def test_a_stride_of_a_window_is_windows_by_themselves(self, text):
-        torch.manual_seed(0)
-        config = replace(XL, attention="softmax", positions="learned", length=LENGTH)
-        model, dataset = Decoder(config).double().eval(), data.load(text, LENGTH)
-        slid = streaming_eval.sliding(model, dataset, "validation", LENGTH, 1)
-        torch.testing.assert_close(slid, total(model, dataset, "validation", 5))
 
     def test_refused(self, text):
         dataset = data.load(text, LENGTH)

@@ -101,9 +101,19 @@ def test_compressive_takes_a_second_step_of_data_parallel_training(tmp_path):
         dist.destroy_process_group()
 
 
+def taken(folder, devices, accumulate):
+    """The examples that each step read, by all processes together."""
+    found = {}
+    for rank in range(devices):
+        for index, indices in json.loads((folder / f"taken-{rank}.json").read_text()).items():
+            found.setdefault(int(index) // accumulate, []).extend(indices)
+    return {step: sorted(indices) for step, indices in found.items()}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("attention", "penalty"), [(COMPRESSIVE, 0.0), (COMPRESSIVE, 0.01), ("adaptive_span(span=7, ramp=3)", 0.01)]
+    ("attention", "penalty"),
+    [("linear", 0.0), (COMPRESSIVE, 0.0), (COMPRESSIVE, 0.01), ("adaptive_span(span=7, ramp=3)", 0.01)],
 )
 def test_two_devices_equal_one_with_the_double_batch(attention, penalty, tmp_path):
     model = asdict(TINY) | {"attention": attention, "positions": "none", "dropout": 0.0}
@@ -115,15 +125,7 @@ def test_two_devices_equal_one_with_the_double_batch(attention, penalty, tmp_pat
     for name, value in first.items():
         assert torch.equal(value, second[name]), f"the replicas differ in {name}"
         torch.testing.assert_close(value, alone[name], rtol=0, atol=1e-5, msg=name)
-
-
-def taken(folder, devices, accumulate):
-    """The examples that each step read, by all processes together."""
-    found = {}
-    for rank in range(devices):
-        for index, indices in json.loads((folder / f"taken-{rank}.json").read_text()).items():
-            found.setdefault(int(index) // accumulate, []).extend(indices)
-    return {step: sorted(indices) for step, indices in found.items()}
+    assert taken(tmp_path / "two", 2, 1) == taken(tmp_path / "one", 1, 1)
 
 
 def recorded(monkeypatch):

@@ -68,7 +68,6 @@ def results(tmp_path_factory):
     return dict(zip(names, json.loads((folder / "results.json").read_text()), strict=True))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("name", [*MODELS, *PARALLEL, *CAUSAL])
 def test_sharded_models_equal_whole_ones(name, results):
     assert set(results[name]) == set(job(name)["does"])
@@ -105,7 +104,6 @@ def assert_close(found, wanted, most=1e-5):
         torch.testing.assert_close(value, wanted[name], rtol=0, atol=most, msg=name)
 
 
-@pytest.mark.full
 def test_training_in_parts_equals_one_process(sharded, tmp_path):
     trained(tmp_path / "one", **FIELDS, batch=6)
     assert_close(whole(sharded, "step-00000012"), whole(tmp_path / "one", "step-00000012"))
@@ -136,7 +134,6 @@ def test_resumed_on_as_many_devices_is_uninterrupted_to_the_last_bit(sharded, tm
     assert len(wanted) > 2 * len(list(Decoder(TINY).parameters()))
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(("devices", "batch", "accumulate"), [(1, 3, 2), pytest.param(3, 2, 1, marks=pytest.mark.slow)])
 def test_resumed_on_other_devices_reads_the_same_examples(sharded, tmp_path, devices, batch, accumulate):
     other = tmp_path / "other"
@@ -155,7 +152,6 @@ def examples(folder, devices, accumulate):
     return {step: sorted(taken) for step, taken in found.items() if step < 12}
 
 
-@pytest.mark.full
 def test_the_end_has_the_weights_in_one_file_and_consolidate_adds_it(sharded, tmp_path, capsys):
     at = shutil.copytree(sharded / "run", tmp_path / "run") / "checkpoints"
     final = at / (at / "last").read_text().strip()
@@ -178,7 +174,6 @@ def test_the_end_has_the_weights_in_one_file_and_consolidate_adds_it(sharded, tm
     assert main(["consolidate", str(tmp_path)]) == entry.WRONG
 
 
-@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "read"),
     [("__0_0.distcp", checkpoint.load), (checkpoint.INDEX, checkpoint.load), (checkpoint.INDEX, parts.shapes)],
@@ -204,7 +199,6 @@ def test_an_index_runs_no_code(content, tmp_path, capsys):
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.full
 def test_fsdp_and_ddp_runs_do_not_mix(sharded, tmp_path):
     shutil.copytree(sharded / "run", tmp_path / "run")
     run = tiny(tmp_path, **{k: v for k, v in SHARDED.items() if k != "dropout"} | {"strategy": "ddp"})

@@ -55,18 +55,6 @@ class TestModel:
         for one in (mean, first):
             torch.testing.assert_close(one[2], made().head.bias)
 
-    @pytest.mark.parametrize(
-        ("fields", "message"),
-        [
-            ({"labels": "a b c"}, r"labels='a b c' .* 3 names, .* outputs=2"),
-            ({"labels": "a a"}, r"labels='a a'"),
-            ({"pool": "last"}, r"unknown pool 'last'"),
-        ],
-    )
-    def test_bad_fields_are_refused(self, fields, message):
-        with pytest.raises(ValueError, match=message):
-            replace(TINY, **fields)
-
     def test_new_texts_are_classified_as_in_training(self):
         model, lines = made(labels="bad good"), ["fine", "so-so and more", "\u00fc", "x"]
         labels, probabilities = model.classify(lines, batch=3)
@@ -173,10 +161,7 @@ class TestCommands:
         (tmp_path / "c.jsonl").write_text(lines.replace("odd", "strange"))
         for more, message in (
             (["--data", "labels:c.jsonl"], "has the label 'strange', but the labels of the model are even, odd"),
-            (
-                ["--data", "digits"],
-                "run holds an encoder, which cannot read digits",
-            ),
+            (["--data", "digits"], "run holds an encoder, which cannot read digits"),
             (["--stepwise"], "--stepwise requires a model that generates tokens"),
         ):
             assert main(["eval", "run", *more]) == 2

@@ -14,14 +14,8 @@ from longspan.cli.entry import main
 from longspan.train import fit, launch
 from training_process import HANGS, TINY, tiny
 
-TORCHRUN = {
-    "TORCHELASTIC_RUN_ID": "none",
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "GROUP_RANK": "0",
-    "WORLD_SIZE": "2",
-    "LOCAL_WORLD_SIZE": "2",
-}
+TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "0", "LOCAL_RANK": "0", "GROUP_RANK": "0"}
+TORCHRUN |= {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
 SLURM = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NAME": "train"}
 MODEL = [f"--model.{name}={value}" for name, value in TINY.to_dict().items()]
 

@@ -21,18 +21,10 @@ from training_process import tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SPANS = DecoderConfig(
-    dim=8,
-    heads=2,
-    feedforward=12,
-    depth=3,
-    vocab=17,
-    length=64,
-    attention="adaptive_span(span=11, ramp=3, initial=4.0); softmax; adaptive_span(span=7, ramp=3, dynamic=True)",
-)
-ACT = DecoderConfig(
-    dim=8, heads=2, feedforward=12, depth=1, vocab=17, length=64, attention="linear", stack="act(steps=5)"
-)
+SMALL = {"dim": 8, "heads": 2, "feedforward": 12, "vocab": 17, "length": 64}
+SPECS = "adaptive_span(span=11, ramp=3, initial=4.0); softmax; adaptive_span(span=7, ramp=3, dynamic=True)"
+SPANS = DecoderConfig(**SMALL, depth=3, attention=SPECS)
+ACT = DecoderConfig(**SMALL, depth=1, attention="linear", stack="act(steps=5)")
 
 
 @pytest.fixture(scope="module")

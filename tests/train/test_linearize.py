@@ -132,11 +132,7 @@ class TestCarriedOver:
             ("lineer", {}, "unknown name 'lineer' .did you mean 'linear'"),
             ("linear; linear; linear; linear", {}, "4 specs, more than the 3 softmax layers"),
             ("average", {}, "layer 0: average has no query projection"),
-            (
-                "gla(expand_k=0.5)",
-                {},
-                "layer 0: the query projection of gla is 8 x 16, and the teacher's",
-            ),
+            ("gla(expand_k=0.5)", {}, "layer 0: the query projection of gla is 8 x 16, and the teacher's"),
             ("nystrom", {}, "nystrom has no causal form"),
             ("linear", {"attention": "gla", "positions": "none"}, "no softmax layers that can become others: .*'gla'"),
             (

@@ -88,13 +88,6 @@ def test_a_text_that_is_gone_is_named_with_its_whole_path(tmp_path, monkeypatch)
         data.load("text:absent.txt")
 
 
-def test_absolute_names():
-    assert data.absolute("digits") == "digits"
-    assert data.absolute("text:stdlib") == "text:stdlib"
-    assert data.absolute("mnist:files") == f"mnist:{Path.cwd()}/files"
-    assert data.absolute("text:~/a.txt") == f"text:{Path.home()}/a.txt"
-
-
 def test_a_path_without_text_before_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_bytes(TEXT)

@@ -20,29 +20,38 @@ from training_process import TINY, tiny, weights
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-class TestRates:
-    def test_wsd_is_constant_and_then_falls_in_a_line(self):
-        run = TrainConfig(steps=20, warmup=4, learning_rate=2.0, schedule="wsd", decay=8, final=0.25)
-        assert [rate(run, step) for step in range(4)] == [0.5, 1.0, 1.5, 2.0]
-        assert {rate(run, step) for step in range(4, 13)} == {2.0}
-        falls = [rate(run, step) - rate(run, step + 1) for step in range(12, 20)]
-        assert falls == pytest.approx([1.5 / 8] * 8)
-        assert rate(run, 20) == pytest.approx(0.5)
-        assert rate(run, 30) == pytest.approx(0.5)
+# Fields of a run, the steps, and the learning rates there.
+WARM = [0.125, 0.25, 0.375, 0.5]
+WSD = {"steps": 20, "warmup": 4, "learning_rate": 2.0, "schedule": "wsd", "decay": 8, "final": 0.25}
 
-    def test_wsd_decays_for_a_tenth_by_default(self):
-        run = TrainConfig(steps=100, learning_rate=1.0, schedule="wsd")
-        assert [rate(run, step) for step in (0, 90, 95, 100)] == pytest.approx([1, 1, 0.5, 0])
 
-    def test_a_decay_longer_than_the_run_begins_after_the_warm_up(self):
-        run = TrainConfig(steps=10, warmup=4, learning_rate=1.0, schedule="wsd", decay=50)
-        assert [rate(run, step) for step in (4, 7, 10)] == pytest.approx([1, 0.5, 0])
+RATES = [
+    *(
+        ({"schedule": schedule, "steps": 20, "warmup": 4, "learning_rate": 0.5} | more, range(5), [*WARM, 0.5])
+        for schedule, more in (("constant", {}), ("cosine", {}), ("drop", {"drop_at": 9}), ("wsd", {"decay": 8}))
+    ),
+    ({"schedule": "constant"}, range(5), [1e-3] * 5),
+    ({"schedule": "drop", "drop_at": 7, "learning_rate": 1e-3}, (0, 6, 7, 999), [1e-3, 1e-3, 1e-4, 1e-4]),
+    # A cosine falls to 0 by way of a half, or to a share.
+    ({"steps": 10, "learning_rate": 2.0}, range(11), [1 + math.cos(math.pi * step / 10) for step in range(11)]),
+    ({"steps": 25, "warmup": 5, "learning_rate": 2.0}, (5, 15, 25), [2.0, 1.0, 0.0]),
+    ({"steps": 10, "learning_rate": 2.0, "final": 0.1}, (0, 5, 10), [2.0, 1.1, 0.2]),
+    # Constant, and then in a line: for a tenth of the steps by default, and never during the warm-up.
+    (WSD, range(4, 13), [2.0] * 9),
+    (WSD, range(12, 21), [2.0 - 1.5 / 8 * step for step in range(9)]),
+    (WSD, (20, 30), [0.5, 0.5]),
+    ({"steps": 100, "learning_rate": 1.0, "schedule": "wsd"}, (0, 90, 95, 100), [1.0, 1.0, 0.5, 0.0]),
+    (WSD | {"steps": 10, "learning_rate": 1.0, "decay": 50, "final": 0.0}, (4, 7, 10), [1.0, 0.5, 0.0]),
+]
 
-    def test_cosine_falls_to_a_share(self):
-        run = TrainConfig(steps=10, learning_rate=2.0, final=0.1)
-        assert [rate(run, step) for step in (0, 5, 10)] == pytest.approx([2, 1.1, 0.2])
-        usual = TrainConfig(steps=10, learning_rate=2.0)
-        assert [rate(usual, step) for step in range(11)] == [1 + math.cos(math.pi * step / 10) for step in range(11)]
+
+@pytest.mark.parametrize(("fields", "steps", "rates"), RATES)
+def test_learning_rates(fields, steps, rates):
+    assert [rate(TrainConfig(**fields), step) for step in steps] == pytest.approx(rates, abs=1e-12)
+
+
+def test_a_warm_up_as_long_as_the_run():
+    assert math.isfinite(rate(TrainConfig(steps=3, warmup=3), 3))
 
 
 def broken(monkeypatch, *steps):
@@ -140,16 +149,6 @@ class TestAverage:
         model = longspan.load(place)
         average.load_average(model, place)
         assert all(torch.equal(p, found[name]) for name, p in model.named_parameters())
-
-    def test_a_resumed_run_has_the_same(self, tmp_path):
-        fit(TINY, tiny(tmp_path / "whole", ema=0.9), progress=False)
-        fit(TINY, tiny(tmp_path / "part", ema=0.9, steps=11, save_every=5, seconds=1e-9), progress=False)
-        fit(TINY, tiny(tmp_path / "part", ema=0.9, steps=11, save_every=5), resume=True, progress=False)
-        both = [
-            checkpoint.load_training(checkpoint.resolve(tmp_path / name / "run", prefer="last"))["average"]
-            for name in ("whole", "part")
-        ]
-        assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
 
     def test_eval_and_generate_take_it_on_request(self, tmp_path, capsys):
         fit(TINY, tiny(tmp_path, ema=0.9), progress=False)

@@ -59,7 +59,6 @@ def shared(tmp_path_factory):
     return ran(tmp_path_factory.mktemp("shared"), batch=2, accumulate=2, devices=2, sequence_parallel=2)
 
 
-@pytest.mark.full
 def test_two_processes_equal_one(whole, shared):
     check(shared, whole)
     taken = [json.loads((shared / f"taken-{rank}.json").read_text()) for rank in range(2)]
@@ -67,7 +66,6 @@ def test_two_processes_equal_one(whole, shared):
 
 
 # Four processes: two read two examples each, and each example has two parts.
-@pytest.mark.full
 @pytest.mark.parametrize(
     "fields",
     [
@@ -80,7 +78,6 @@ def test_of_data_and_sequence(fields, whole, tmp_path):
 
 
 # 64 tokens in three parts; and other examples for each process. The number of micro-batches follows.
-@pytest.mark.full
 @pytest.mark.parametrize(("devices", "parts", "accumulate"), [pytest.param(3, 3, 2, marks=pytest.mark.slow), (2, 1, 1)])
 def test_resumed_with_other_processes_and_parts(devices, parts, accumulate, whole, shared, tmp_path):
     at = shutil.copytree(shared / "run", tmp_path / "run") / "checkpoints"
@@ -109,18 +106,18 @@ def test_documents_are_kept_apart(strategy, tmp_path):
 
 
 # In float32, by the command line: parts of the weights and of the examples.
-@pytest.mark.full
 def test_torchrun_gives_the_losses_of_one_process(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} squared is {i * i}\n" for i in range(3000)))
-    words = [
-        f"--run.data=text:{text}",
-        "--run.length=48",
-        "--run.steps=20",
-        "--run.evaluate_every=5",
+    words = [f"--run.data=text:{text}", "--run.length=48", "--run.steps=20", "--run.evaluate_every=5"]
+    words += [
         "--run.learning_rate=0.01",
+        "--run.evaluate_examples=8",
+        "--run.save_every=10",
+        "--model.dim=16",
+        "--model.depth=2",
+        "--run.batch=4",
     ]
-    words += ["--run.evaluate_examples=8", "--run.save_every=10", "--model.dim=16", "--model.depth=2", "--run.batch=4"]
     words += ["--model.heads=2", "--model.feedforward=32", "--model.attention=gated_deltanet", "--model.positions=none"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m"]
     sequence = ["--run.devices=2", "--run.strategy=fsdp", "--run.async_checkpoints=true", "--run.sequence_parallel=2"]

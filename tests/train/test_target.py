@@ -21,18 +21,8 @@ from training_process import TINY, tiny
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 WORDS = ["".join(word) for n in (1, 2, 3, 4) for word in itertools.product("abc", repeat=n)]
-SMALL = Seq2SeqConfig(
-    dim=10,
-    depth=1,
-    heads=2,
-    feedforward=14,
-    vocab=257,
-    length=8,
-    dropout=0.1,
-    smoothing=0.2,
-    attention="linear",
-    encoder_attention="softmax",
-)
+SIZES = {"dim": 10, "depth": 1, "heads": 2, "feedforward": 14, "vocab": 257, "length": 8}
+SMALL = Seq2SeqConfig(**SIZES, dropout=0.1, smoothing=0.2, attention="linear", encoder_attention="softmax")
 
 
 @pytest.fixture(scope="module")
@@ -220,17 +210,8 @@ class TestRuns:
     @pytest.mark.full
     def test_it_learns(self, tmp_path, file):
         config = replace(SMALL, dropout=0.0, dim=32, feedforward=64, attention="softmax", smoothing=0.0)
-        run = tiny(
-            tmp_path,
-            data=file,
-            steps=200,
-            batch=32,
-            learning_rate=0.01,
-            evaluate_every=200,
-            save_every=200,
-            evaluate_examples=0,
-        )
-        result = fit(config, run, progress=False)
+        fields = {"steps": 200, "batch": 32, "learning_rate": 0.01, "evaluate_every": 200, "save_every": 200}
+        result = fit(config, tiny(tmp_path, data=file, **fields, evaluate_examples=0), progress=False)
         assert result.bits["validation"] < 0.5
         assert result.exact["validation"] > 0.5
 

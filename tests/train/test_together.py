@@ -38,7 +38,6 @@ def compared(group, values):
     return ""
 
 
-@pytest.mark.full
 def test_what_differs_is_named_in_all_processes():
     same = {"run.batch": 2, "model.dim": 8}
     with ranks.pool(3) as run:
@@ -98,7 +97,6 @@ def test_the_content_of_the_data_is_compared_too():
     assert {name for name in found if name.startswith("run.")} == {f"run.{field.name}" for field in fields(TrainConfig)}
 
 
-@pytest.mark.full
 def test_a_process_that_stops_ends_the_others(tmp_path):
     longer = {"steps": 100_000, "timeout": 5, "save_every": 2}
     processes = begin(tmp_path, longer, longer)

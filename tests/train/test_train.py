@@ -1,7 +1,6 @@
 """Training: the pure functions of the step, what a run learns and leaves in its folder, and what it reports."""
 
 import csv
-import itertools
 import math
 
 import pytest
@@ -33,31 +32,6 @@ def whole(tmp_path_factory):
 @pytest.fixture(scope="module")
 def digits():
     return data.load("digits")
-
-
-class TestRate:
-    def test_warm_up_is_linear_and_reaches_the_rate(self):
-        for schedule in ({"schedule": "constant"}, {"schedule": "cosine"}, {"schedule": "drop", "drop_at": 9}):
-            run = TrainConfig(steps=20, warmup=4, learning_rate=0.5, **schedule)
-            assert [rate(run, step) for step in range(4)] == [0.125, 0.25, 0.375, 0.5]
-            assert rate(run, 4) == 0.5
-
-    def test_cosine_falls_to_nothing_by_way_of_a_half(self):
-        run = TrainConfig(steps=25, warmup=5, learning_rate=2.0)
-        rates = [rate(run, step) for step in range(5, 26)]
-        assert all(a > b for a, b in itertools.pairwise(rates))
-        assert rates[10] == pytest.approx(1.0)
-        assert rates[20] == pytest.approx(0.0, abs=1e-12)
-
-    def test_drop_is_to_a_tenth_after_drop_at_steps(self):
-        run = TrainConfig(schedule="drop", drop_at=7, learning_rate=1e-3)
-        assert [rate(run, step) for step in (0, 6, 7, 999)] == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4])
-
-    def test_constant(self):
-        assert {rate(TrainConfig(schedule="constant"), step) for step in range(5)} == {1e-3}
-
-    def test_a_warm_up_as_long_as_the_run(self):
-        assert math.isfinite(rate(TrainConfig(steps=3, warmup=3), 3))
 
 
 def test_step_seeds_differ_by_seed_index_and_rank():
@@ -100,16 +74,15 @@ class TestBits:
         assert bits(model, digits, "test", examples=3) == bits(model, digits, "test", examples=3)
         assert model.training is training
 
-    def test_refuses(self, model, digits):
-        with pytest.raises(ValueError, match="batch=0: must be >= 1"):
-            bits(model, digits, "test", 0)
-        with pytest.raises(ValueError, match="unknown split 'tset'"):
-            bits(model, digits, "tset")
-
-    def test_refuses_an_empty_split(self, model, digits, monkeypatch):
+    def test_refuses(self, model, digits, monkeypatch):
         monkeypatch.setitem(digits.splits, "test", digits.splits["test"][:0])
-        with pytest.raises(ValueError, match="split 'test' of digits has no examples"):
-            bits(model, digits, "test")
+        for split, batch, message in (
+            ("validation", 0, "batch=0: must be >= 1"),
+            ("tset", 64, "unknown split 'tset'"),
+            ("test", 64, "split 'test' of digits has no examples"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                bits(model, digits, split, batch)
 
     def test_long_examples_come_in_small_batches(self):
         assert [default_batch_size(length) for length in (64, 784, 3072, 10**6)] == [64, 16, 4, 1]
@@ -224,15 +197,6 @@ class TestTraining:
         fit(TINY, tiny(tmp_path / "b", steps=3, clip=0.0), progress=False)
         assert norms[:3] == pytest.approx([0.01] * 3, rel=1e-3)
         assert min(norms[3:]) > 0.1
-
-    def test_only_matrices_decay(self):
-        run = TrainConfig(weight_decay=0.3)
-        groups = loop.Task(Decoder(TINY), run, objectives.NextToken(run, None)).configure_optimizers().param_groups
-        assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
-        assert {p.ndim for p in groups[0]["params"]} == {2}
-        # Biases, gains, and the two embeddings: of tokens and of positions.
-        assert [p.ndim for p in groups[1]["params"]].count(2) == 2
-        assert sum(len(group["params"]) for group in groups) == len(list(Decoder(TINY).parameters()))
 
 
 class TestReport:

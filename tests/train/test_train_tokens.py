@@ -203,7 +203,6 @@ def test_tokens_of_another_tokenizer_are_refused(run, folder, tmp_path, capsys):
     assert "has tokens of another tokenizer" in capsys.readouterr().err
 
 
-@pytest.mark.full
 def test_the_exported_file_has_its_tokenizer_beside_it(run, tmp_path, capsys):
     pytest.importorskip("onnxruntime")
     assert main(["export", str(run), str(tmp_path / "m.onnx")]) == 0
