@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import waves
 from longspan.attention import build
 from longspan.attention.linear import Linear
 from longspan.ops.linear import features, polynomial
@@ -281,48 +280,6 @@ class TestPolynomial:
         assert phi[0].shape == (5, (dim + 1) * (dim + 2) // 2)
         torch.testing.assert_close(phi[0] @ phi[1].mT, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(kernel.similarity(q, k), expected, rtol=1e-12, atol=1e-12)
-
-
-class TestFourierConstruction:
-    q, k = torch.tensor([[0.7]]).double(), torch.tensor([[-0.4]]).double()
-
-    def pairs(self, strength):
-        """All frequencies of one channel (points, 1, 1) with their probabilities."""
-        w, p = nodes(2, 60)
-        u, v = waves.exponential_frequencies(w[..., :1], w[..., 1:], strength)
-        return u, v, p
-
-    def estimates(self, u, v, damping, weights=None):
-        return (waves.query_features(self.q, u, damping, weights) @ waves.key_features(self.k, v, damping).mT)[:, 0, 0]
-
-    def test_every_damping_gives_the_exponential_and_the_weakest_the_least_variance(self):
-        spreads = []
-        for strength in (0.5, 0.6, 1.0, 2.0):
-            u, v, p = self.pairs(strength)
-            found = self.estimates(u, v, waves.gaussian_damping(strength))
-            torch.testing.assert_close((p * found).sum(), (self.q * self.k).exp()[0, 0], rtol=1e-9, atol=0)
-            spreads.append((p * found.square()).sum().item())
-        assert spreads == sorted(spreads)
-
-    def test_the_weakest_damping_is_the_trigonometric_features(self):
-        w, x = gaussian(4, 3), gaussian(5, 3, seed=1)
-        u, v = waves.exponential_frequencies(w, gaussian(4, 3, seed=2), 0.5)
-        expected, damping = rf.trigonometric(x, w).features(), waves.gaussian_damping(0.5)
-        assert torch.equal(waves.query_features(x, u, damping), expected)
-        assert torch.equal(waves.key_features(x, v, damping), expected)
-
-    def test_a_signed_transform_goes_into_the_weights(self):
-        """(q k)^2 damped by e^(-x^2): the transform of x^2 e^(-x^2) is (1/2 - u^2/4) e^(-u^2/4), up to a factor."""
-        w, p = nodes(2, 60)
-        u, v = 2**0.5 * w[..., :1], 2**0.5 * w[..., 1:]
-        weights = ((0.5 - u.square() / 4) * (0.5 - v.square() / 4))[..., 0]
-        assert (weights < 0).any()
-        found = self.estimates(u, v, waves.gaussian_damping(1.0), weights)
-        torch.testing.assert_close((p * found).sum(), (self.q * self.k).square()[0, 0], rtol=1e-9, atol=0)
-
-    def test_too_weak_a_damping_is_refused(self):
-        with pytest.raises(ValueError, match=r"strength=0.4 damps e.* too little .* at least 0.5"):
-            waves.exponential_frequencies(self.q, self.q, 0.4)
 
 
 def hypergeometric(a, b, x):
