@@ -160,51 +160,39 @@ def test_autocast(spec):
             torch.testing.assert_close(y.float(), expected, atol=0.02, rtol=0)
 
 
-class TestRefusals:
-    """The messages; that such calls are refused at all is the law."""
+LINEAR, X, TWO = longspan.build("linear", 8, 2), torch.zeros(2, 5, 8), torch.tensor([2, 2])
+HIDDEN = torch.tensor([[True] * 5, [False, True, True, False, False]])
 
-    module, x = longspan.build("linear", 8, 2), torch.zeros(2, 5, 8)
 
-    @pytest.mark.parametrize(
-        ("given", "message"),
-        [
-            ([1, 6], r"prefix\[1\]=6 must lie between 0 and the row's 5 real tokens"),
-            ([-1, 6], r"prefix\[0\]=-1 must lie between 0 and the row's 5 real tokens"),
-            (
-                [1, 2, 3],
-                r"prefix must be int64 \(2,\), .* not torch.int64 \(3,\)",
-            ),
-            ([1.0, 2.0], r"prefix must be int64 \(2,\), .* not torch.float32 \(2,\)"),
-        ],
-    )
-    def test_lengths(self, given, message):
-        with pytest.raises(ValueError, match=message):
-            self.module(self.x, prefix=torch.tensor(given))
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prefix": torch.tensor([1, 6])}, r"prefix\[1\]=6 must lie between 0 and the row's 5 real tokens"),
+        ({"prefix": torch.tensor([-1, 6])}, r"prefix\[0\]=-1 must lie between 0 and the row's 5 real tokens"),
+        ({"prefix": torch.tensor([1, 2, 3])}, r"prefix must be int64 \(2,\), .* not torch.int64 \(3,\)"),
+        ({"prefix": torch.tensor([1.0, 2.0])}, r"prefix must be int64 \(2,\), .* not torch.float32 \(2,\)"),
+        ({"prefix": torch.tensor([5, 3]), "mask": HIDDEN}, r"prefix\[1\]=3 must lie between 0 and the row's 2 real"),
+        ({"prefix": TWO, "segments": torch.zeros(2, 5, dtype=torch.long)}, "prefix= and segments="),
+        ({"prefix": TWO, "context": X}, "prefix= and context="),
+        ({"prefix": TWO, "state": LINEAR(X, context=X)[1]}, "prefix= .* state of cross attention"),
+    ],
+)
+def test_refusals(given, message):
+    with pytest.raises(ValueError, match=message):
+        LINEAR(X, **given)
 
-    def test_real_tokens(self):
-        mask = torch.tensor([[True] * 5, [False, True, True, False, False]])
-        with pytest.raises(ValueError, match=r"prefix\[1\]=3 must lie between 0 and the row's 2 real tokens"):
-            self.module(self.x, mask=mask, prefix=torch.tensor([5, 3]))
 
-    def test_company(self):
-        two = torch.tensor([2, 2])
-        with pytest.raises(ValueError, match="prefix= and segments="):
-            self.module(self.x, segments=torch.zeros(2, 5, dtype=torch.long), prefix=two)
-        with pytest.raises(ValueError, match="prefix= and context="):
-            self.module(self.x, context=self.x, prefix=two)
-        _, state = self.module(self.x, context=self.x)
-        with pytest.raises(ValueError, match="prefix= .* state of cross attention"):
-            self.module(self.x, state, prefix=two)
-        both = longspan.build("linear", 8, 2, causal=False)
-        with pytest.raises(ValueError, match="a bidirectional linear sees whole sequences already; prefix= is for"):
-            both(self.x, prefix=two)
+def test_a_bidirectional_form_takes_no_prefix():
+    with pytest.raises(ValueError, match="a bidirectional linear sees whole sequences already; prefix= is for"):
+        longspan.build("linear", 8, 2, causal=False)(X, prefix=TWO)
 
-    def test_a_stack_with_a_mechanism_that_has_no_prefix_mode(self, monkeypatch):
-        monkeypatch.setattr(REGISTRY["kernel"], "supported_args", REGISTRY["kernel"].supported_args - {"prefix"})
-        assert testing.check("prefix_mode", "linear; kernel").note == "takes no prefix"
-        model = decoder(attention="linear; kernel")
-        with pytest.raises(ValueError, match="kernel does not support prefix=; it supports: context"):
-            generate(model, PROMPT, max_new_tokens=3, prefix=True, stream=True)
+
+def test_a_stack_with_a_mechanism_that_has_no_prefix_mode(monkeypatch):
+    monkeypatch.setattr(REGISTRY["kernel"], "supported_args", REGISTRY["kernel"].supported_args - {"prefix"})
+    assert testing.check("prefix_mode", "linear; kernel").note == "takes no prefix"
+    model = decoder(attention="linear; kernel")
+    with pytest.raises(ValueError, match="kernel does not support prefix=; it supports: context"):
+        generate(model, PROMPT, max_new_tokens=3, prefix=True, stream=True)
 
 
 PROMPT = torch.randint(0, 7, (3, 11), generator=torch.Generator().manual_seed(0))
