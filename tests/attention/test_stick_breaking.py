@@ -8,7 +8,7 @@ from longspan.ops.native.call import available
 from longspan.ops.softmax import stick_breaking
 from support.sparse import build
 from support.sparse import data as tokens
-from support.tensors import close, data, same
+from support.tensors import data, kernels_agree, same
 
 compiled = pytest.mark.skipif(not available("pattern/stick"), reason="no compiler")
 
@@ -40,16 +40,7 @@ def test_it_is_its_definition(groups):
 def test_kernels_are_the_definition(n, m, groups, strength):
     """Also where sticks are used up after a few keys."""
     q, k, v = strength * data(2, 3, n, 5), data(2, groups, m, 5, seed=1), data(2, groups, m, 4, seed=2)
-    wide = [t.requires_grad_() for t in (q, k, v)]
-    with backend("torch"):
-        expected = stick_breaking.attend(*wide)
-    near = [t.detach().float().requires_grad_() for t in wide]
-    with backend("native"):
-        found = stick_breaking.attend(*near)
-    close(found.double(), expected, 1e-5)
-    up = data(*found.shape, seed=4)
-    for a, b in zip(torch.autograd.grad(found, near, up.float()), torch.autograd.grad(expected, wide, up), strict=True):
-        close(a.double(), b, 1e-4)
+    kernels_agree(stick_breaking.attend, (q, k, v), 1e-5, 1e-4)
 
 
 @compiled

@@ -182,11 +182,6 @@ def test_refusals(given, message):
         LINEAR(X, **given)
 
 
-def test_a_bidirectional_form_takes_no_prefix():
-    with pytest.raises(ValueError, match="a bidirectional linear sees whole sequences already; prefix= is for"):
-        longspan.build("linear", 8, 2, causal=False)(X, prefix=TWO)
-
-
 def test_a_stack_with_a_mechanism_that_has_no_prefix_mode(monkeypatch):
     monkeypatch.setattr(REGISTRY["kernel"], "supported_args", REGISTRY["kernel"].supported_args - {"prefix"})
     assert testing.check("prefix_mode", "linear; kernel").note == "takes no prefix"
