@@ -199,10 +199,6 @@ def decoder(dtype=torch.float64, **fields):
     return Decoder(DecoderConfig(**small | fields)).to(dtype).eval()
 
 
-def tokens(*arguments, **options):
-    return generate(*arguments, **options)
-
-
 SPECS = ["linear", "softmax", "linear; softmax(kv_heads=1)"]
 
 
@@ -218,7 +214,7 @@ def test_a_stack_that_is_all_prefix_is_the_bidirectional_one():
 def test_greedy_generation_is_argmax_of_recomputed_outputs(attention):
     model, found = decoder(attention=attention, positions="rotary"), {}
     for mode in (True, False):
-        found[mode] = tokens(model, PROMPT, max_new_tokens=9, temperature=0, prefix=mode)
+        found[mode] = generate(model, PROMPT, max_new_tokens=9, temperature=0, prefix=mode)
         sequence = PROMPT
         for _ in range(9):
             inputs = torch.cat([torch.full((3, 1), model.start), sequence], 1)
@@ -256,9 +252,9 @@ def test_ragged_prompts_equal_separate_ones(side):
     model = decoder(attention="linear; softmax", positions="rotary")
     mask = torch.arange(11).expand(3, -1) < torch.tensor([11, 4, 0])[:, None]
     mask = mask.flip(1) if side == "left" else mask
-    found = tokens(model, PROMPT, mask=mask, max_new_tokens=6, temperature=0, prefix=True)
+    found = generate(model, PROMPT, mask=mask, max_new_tokens=6, temperature=0, prefix=True)
     for row in range(3):
-        alone = tokens(model, PROMPT[row : row + 1, mask[row]], max_new_tokens=6, temperature=0, prefix=True)
+        alone = generate(model, PROMPT[row : row + 1, mask[row]], max_new_tokens=6, temperature=0, prefix=True)
         assert torch.equal(found[row : row + 1], alone)
 
 
@@ -269,10 +265,10 @@ def test_the_engine_goes_on_from_a_prefix(monkeypatch):
     real = Engine.__call__
     monkeypatch.setattr(Engine, "__call__", lambda self, *given: calls.append(1) or real(self, *given))
     mask = torch.arange(11).expand(3, -1) < torch.tensor([11, 4, 0])[:, None]
-    found = tokens(model, PROMPT, mask=mask, max_new_tokens=20, seed=1, prefix=True)
+    found = generate(model, PROMPT, mask=mask, max_new_tokens=20, seed=1, prefix=True)
     assert len(calls) == 19
     with backend("torch"):
-        expected = tokens(model, PROMPT, mask=mask, max_new_tokens=20, seed=1, prefix=True)
+        expected = generate(model, PROMPT, mask=mask, max_new_tokens=20, seed=1, prefix=True)
     assert len(calls) == 19
     assert torch.equal(found, expected)
 
