@@ -27,7 +27,7 @@ from longspan.models.encoder import Encoder
 from longspan.train import TrainConfig
 
 from . import Case
-from ._bounds import TooLong, bounded, complaint
+from ._bounds import bounded, complaint
 
 SHORT, LONG = 60, 6_000
 SECONDS, GIB = 10.0, 0.5
@@ -81,8 +81,6 @@ def _fields(kind: Any, values: Any) -> str | None:
     except TypeError as error:
         # Python's own, for an argument that does not exist.
         return None if "argument" in str(error) or "keywords" in str(error) else complaint(error)
-    except TooLong as error:
-        return str(error)
     except Exception as error:
         return complaint(error)
     return None
@@ -123,8 +121,6 @@ def _read(path: Path, text: str) -> str | None:
             contextlib.redirect_stdout(io.StringIO()),
         ):
             code = entry.main(["train", "--config", str(path)])
-    except TooLong as error:
-        return str(error)
     except Exception as error:
         return complaint(error) or f"a {type(error).__name__} came through the command line: {error}"
     finally:

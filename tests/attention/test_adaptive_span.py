@@ -8,6 +8,7 @@ import torch
 
 import longspan
 from longspan.attention.adaptive_span import AdaptiveSpan
+from support.sparse import heads_of
 from support.tensors import data, same
 
 N = 17
@@ -22,14 +23,9 @@ def build(options, fractions=(0.27, 0.43)) -> Any:
     return module
 
 
-def project(module, x):
-    parts = (module.query, module.key, module.value)
-    return (part(x).unflatten(-1, (module.heads, -1)).transpose(1, 2) for part in parts)
-
-
 def definition(module, x):
     """m e^s / sum m e^s, each written out."""
-    q, k, v = project(module, x)
+    q, k, v = heads_of(module, x, "query", "key", "value")
     s = (q @ k.mT * 3**-0.5).exp()
     if module.dynamic:
         z = module.span * (x @ module.extent.weight.mT + module.extent.bias).sigmoid().mT[..., None]

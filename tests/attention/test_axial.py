@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.sparse import N, agree, build, data, dense, heads_of, pairs, past, product, softmax
+from support.sparse import N, agree, build, data, dense, heads_of, pairs, past, softmax
 
 C = 7  # the last row of pixels is cut short
 
@@ -48,12 +48,3 @@ def test_whole_lines_are_attention_on_reshaped_batches():
         expected = dense(module, alone, full).unflatten(0, (2, -1))
         expected = (expected if layer else expected.transpose(1, 2)).flatten(1, 2)
         torch.testing.assert_close(module(x)[0], expected, rtol=0, atol=1e-10)
-
-
-def test_two_layers_reach():
-    """Without direction everything; causally what is above and left: the rest is why the paper shifts rows."""
-    columns, rows = (build(f"axial(width={C})", causal=False, layer=i).key_pattern.dense(5 * C)[0] for i in (0, 1))
-    assert product(rows, columns).all()
-    assert product(columns, rows).all()
-    columns, rows = (build(f"axial(width={C})", layer=i).key_pattern.dense(N)[0] for i in (0, 1))
-    assert product(columns, rows).equal(pairs(N, lambda i, j: j // C <= i // C and j % C <= i % C))

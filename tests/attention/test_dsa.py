@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from support.sparse import build, by_hand, data
+from support.sparse import build, data
 from support.tensors import close, same
 
 N, KEYS = 29, 5
@@ -27,13 +27,6 @@ def dense(module, x, seen):
 def chosen(fits):
     order = fits.argsort(dim=-1, descending=True, stable=True)[..., :KEYS]
     return torch.zeros_like(fits, dtype=torch.bool).scatter(-1, order, True) & (fits > -torch.inf)
-
-
-def test_by_hand():
-    """A norm of one channel is its bias, 1. Scores are then the positive part of the query: equal, so the first win."""
-    parts = {"query": (0, 0), "key": (1, 0), "value": (1, 0), "out": (1, 0)}
-    spec = "dsa(keys=2, index_heads=1, index_dim=1)"
-    assert by_hand(spec, [4.0, 2.0, 8.0, 1.0], **parts) == pytest.approx([4.0, 3.0, 3.0, 3.0])
 
 
 def test_it_is_softmax_over_the_best_tokens():

@@ -10,7 +10,7 @@ from longspan.ops.native.call import available
 from longspan.ops.softmax import forgetting
 from support.sparse import build
 from support.sparse import data as tokens
-from support.tensors import close, data, same
+from support.tensors import close, data, kernels_agree, same
 
 compiled = pytest.mark.skipif(not available("pattern"), reason="no compiler")
 
@@ -51,16 +51,11 @@ def test_kernels_are_the_definition(n, m, groups, strength):
     """Also where gates are so strong that most blocks are left out."""
     q, k, v = data(2, 3, n, 5), data(2, groups, m, 5, seed=1), data(2, groups, m, 4, seed=2)
     gates = -strength * data(2, 3, m, seed=3).abs()
-    wide = [t.requires_grad_() for t in (q, k, v, gates)]
-    with backend("torch"):
-        expected = forgetting.attend(q, k, v, gates.cumsum(-1))
-    near = [t.detach().float().requires_grad_() for t in wide]
-    with backend("native"):
-        found = forgetting.attend(*near[:3], near[3].double().cumsum(-1))
-    close(found.double(), expected, 1e-5)
-    up = data(*found.shape, seed=4)
-    for a, b in zip(torch.autograd.grad(found, near, up.float()), torch.autograd.grad(expected, wide, up), strict=True):
-        close(a.double(), b, 2e-4)
+
+    def call(q, k, v, gates):
+        return forgetting.attend(q, k, v, gates.double().cumsum(-1))
+
+    kernels_agree(call, (q, k, v, gates), 1e-5, 2e-4)
 
 
 @compiled

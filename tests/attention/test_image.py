@@ -32,14 +32,3 @@ def test_two_dimensions_equal_their_rectangles():
     n = len(order)
     expected = pairs(n, rectangle)[order][:, order] & past(n)
     agree(build(spec), data(n), expected)
-
-
-def test_it_is_causal_in_the_order_of_blocks_and_not_in_raster_order():
-    module, order = build(spec), patterns.block_order(*SHAPE, BLOCK)
-    seen = module.key_pattern.dense(len(order))[0]
-    assert not seen.triu(1).any()
-    place = order.argsort()
-    assert seen[place][:, place].triu(1).any()
-    flat = build("image(kind='2d', block=(1, 3), memory=(3, 2), width=12)").key_pattern.dense(len(order))[0]
-    place = patterns.block_order(*SHAPE, (1, 3)).argsort()
-    assert not flat[place][:, place].triu(1).any()

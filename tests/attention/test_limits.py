@@ -208,11 +208,6 @@ def mean(*pairs):
     return sum(weight * x for weight, x in pairs) / sum(weight for weight, _ in pairs)
 
 
-def own(*keys):
-    """What a query of 1 reads of keys that are their own values."""
-    return mean(*((E(key), key) for key in keys))
-
-
 def scaled(factor, *rows):
     return [tuple(factor * x for x in row) for row in rows]
 
@@ -223,8 +218,6 @@ def squash(a):
 
 
 A = math.sqrt(math.log(2))
-HEDGEHOG = [1 / (1 + E(-2 * x)) for x in (1, -1, 0.5)]
-HEDGEHOG = [HEDGEHOG[2] * p + (1 - HEDGEHOG[2]) * (1 - p) for p in HEDGEHOG]
 RIDGE = 0.25 + math.log(2)
 OWN = E(4 / ROOT)
 PATH = ((1 + 2 * OWN) / (2 + OWN), 1 / (2 + OWN))
@@ -298,14 +291,6 @@ HANDS = (
         bare="norm",
         within=1e-5,
     ),
-    # Bells: of 2^-(distance^2), and around 1 with a deviation of 1/2.
-    tie(
-        "gaussian(kind='fixed')",
-        (1, 2, 4),
-        [1, 2.5 / 1.5, mean((1 / 16, 1), (1 / 2, 2), (1, 4))],
-        {"w": math.log(2), "b": 0.0},
-    ),
-    tie("gaussian(kind='learned')", (1, 2), [1, mean((E(-2), 1), (1, 2))]),
     # alpha = (1/2, 3/4). K_1 = V_1 = [[s/2, 0], [s/4, 0]], K_2 = V_2 = [[s/4, s/2], [3 s/16, s/4]]; both queries score
     # s^2/2 and s^2/4.
     Hand(
@@ -317,10 +302,6 @@ HANDS = (
         ],
         {"decay__weight": [[0.0, 0.0], [math.log(3), math.log(3)]]},
     ),
-    # The two features of x are p and 1 - p with p = 1 / (1 + e^(-2x)).
-    Hand("hedgehog(eps=0.0)", (1, -1, 0.5), [1, None, mean((HEDGEHOG[0], 1), (HEDGEHOG[1], -1), (HEDGEHOG[2], 0.5))]),
-    # In the window the scores of the last token are -0.5 and 0.25, which is the largest.
-    Hand("hedgehog(window=2)", (1, -1, 0.5), [1, None, mean((HEDGEHOG[0], 1), (E(-0.75), -1), (1, 0.5))]),
     # The block of two so far, and the token before it.
     tie("image(block=2, memory=1)", FIVE, [1, 1.5, 3, 14 / 3, 12]),
     # The mean of the queries 0, ln 2 and 2 ln 2 weighs the keys 0, 1, 2 with 1/7, 2/7, 4/7. The best two have 6/7, that
@@ -360,21 +341,6 @@ HANDS = (
     Hand("linear(eps=0.0)", (0, 1, 3), [2, 2, 2], place=BOTH),
     Hand("linear(feature_map='relu')", (1, -3, 2), [1, 0, 5 / 3], within=1e-5),
     Hand("linear(feature_map='squared_relu')", (1, -3, 2), [1, 0, 9 / 5], within=1e-5),
-    # One slot is the weighted sum of the values; two have weights 1/4 and 3/4 of 4 and 8.
-    Hand(
-        "linformer(length=3, slots=1)",
-        (1, 10),
-        [32, 32],
-        {"key_slots": [5.0, 7.0, 9.0], "value_slots": [2.0, 3.0, 100.0]},
-        place=BOTH,
-    ),
-    Hand(
-        "linformer(length=1, slots=2)",
-        (1,),
-        [7],
-        {"key_slots": [[0.0], [math.log(3)]], "value_slots": [[4.0], [8.0]]},
-        place=BOTH,
-    ),
     tie("local(window=2)", FOUR, [1, 1.5, 3, 6]),
     tie("local(window=2)", FOUR, [1.5, 7 / 3, 14 / 3, 6], **BOTH),
     Hand("local(window=1)", (3, -1), [3, -1]),
@@ -393,13 +359,6 @@ HANDS = (
         bare="norm",
         within=1e-5,
     ),
-    # Blocks (1, 3) and (8, 0) have the mean keys 2 and 4, so token 4 takes the second.
-    tie(
-        "moba(block=2, top=2)",
-        (1, 3, 8, 0, -2, 1),
-        [1, None, own(1, 3, 8), None, own(8, 0, -2), own(8, 0, -2, 1)],
-        ASKING,
-    ),
     # Gates of 1/2. Token 3 reads the mean of both blocks, all tokens, and the last two; token 0 sees no whole block.
     tie("nsa(block=2, top=3, window=2)", (4, 8, 2, 6), [4, 9, (6 + 14 / 3 + 5) / 2, 7], {"gate__weight": 0.0}),
     # beta = 1: the second token removes nothing of the first key, the third all of it.
@@ -410,29 +369,11 @@ HANDS = (
         UNIT | {"direction__0__weight": [[1.0, 0.0], [0.0, 1.0]], "rate__bias": 0.0},
         within=1e-5,
     ),
-    # One row w = 2: a key k weighs e^(2k - k^2/2), whatever the query.
-    Hand(
-        "performer(features=1)",
-        (0, 1, -1),
-        [0, mean((1, 0), (E(1.5), 1)), mean((1, 0), (E(1.5), 1), (E(-2.5), -1))],
-        {"projection": 2.0},
-        within=1e-5,
-    ),
     # y = 1, 2, 5.5, 10 are means of neighbors; slots hold 1.5 and 7.75; the last token is too far from the first.
     tie("poolingformer(window=1, far_window=2, kernel=2, stride=2)", (1, 3, 8, 12), [1, 3.5, 7, 17.75]),
     # (2 + 1)^2 and (4 + 1)^2; 1 + u + u^2 / 2 of u = 2 and 4.
     Hand("polynomial(eps=0.0)", (1, 2), [1, (9 + 50) / 34]),
     Hand("polynomial(taylor=True, eps=0.0)", (1, 2), [1, (5 + 26) / 18]),
-    # alpha = 1/2: the second token weighs the first key by (2 * 1)^p / 2, its own by (2 * 2)^p.
-    *(
-        Hand(
-            f"power(degree={p}, eps=0.0)",
-            (1, 2),
-            [1, mean((2**p / 2, 1), (4**p, 2))],
-            {"decay__weight": 0.0, "decay__bias": 0.0},
-        )
-        for p in (2, 4)
-    ),
     # All four gates are 1/2; A_1 = 1/2, A_2 = 3/4. The first write is M_1 s / 2, of which half is left.
     Hand(
         "preconditioned_deltanet(span=2.0, expand_v=1.0, convolution=0)",
@@ -458,14 +399,6 @@ HANDS = (
         [1, mean((E(math.sin(1)), 1), (1, 2)), mean((E(math.sin(2)), 1), (E(math.sin(1)), 2), (1, 4))],
         {"u": 0.0, "v": 1.0, "distance__weight": 1.0},
     ),
-    # All similarities are equal, and g = 1/2: the weights are 1/2, then 1/4 1/2, then 1/8 1/4 1/2.
-    Hand(
-        "rfa(map='arccos', gate=True, eps=1e-12)",
-        (1, 3, 5),
-        [1, 7 / 3, 27 / 7],
-        {"projection": 1.0, "decay__weight": 0.0, "decay__bias": 0.0},
-        within=1e-5,
-    ),
     # Two clusters, a window of two: a token reads the one before in its cluster, and the first reads itself.
     Hand(
         "routing(clusters=2, window=2)",
@@ -487,20 +420,6 @@ HANDS = (
     ),
     # Every key takes half of what is left; a token does not see itself.
     tie("stick_breaking", (8, 4, 16, 1), [0, 4, 4 / 2 + 8 / 4, 16 / 2 + 4 / 4 + 8 / 8]),
-    # A learned table, whatever the tokens: weights 1; 1 and 3; 1, 1 and 2.
-    Hand(
-        "synthesizer(kind='random', length=3)",
-        (1, 2, 4),
-        [1, 7 / 4, 11 / 4],
-        {"table": torch.tensor([[1.0, 9, 9], [1, 3, 9], [1, 1, 2]]).double().log()},
-    ),
-    # u = 2, v = 0: the scores of token 1 are (3 + 2) 1 + 3 sin 1 and (3 + 2) 3.
-    Hand(
-        "transformer_xl(memory=1)",
-        (1, 3),
-        [1, mean((E(5 + 3 * math.sin(1)), 1), (E(15), 3))],
-        {"distance__weight": 1.0, "u": 2.0, "v": 0.0},
-    ),
 )
 
 

@@ -73,14 +73,3 @@ def quadratic(module, score, x):
 def test_outputs_equal_the_sums_over_pairs(spec, causal):
     module, x = build(spec, causal), data(2, N, DIM)
     close(module(x)[0], quadratic(module, SCORES[spec], x))
-
-
-@pytest.mark.parametrize("spec", SCORES)
-def test_steps_and_packed_calls_continue_at_their_positions(spec):
-    module, x = build(spec), data(2, N, DIM)
-    whole = module(x)[0]
-    with torch.no_grad():
-        _, state = module(x[:, :5], module.init_state(2, 7))
-        y, _ = module(x[:, 5:], state, segments=torch.tensor([[0] * 4 + [1] * 2] * 2))
-    close(y[:, :4], whole[:, 5:9])
-    close(y[:, 4:], module(x[:, 9:])[0])

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from longspan import backend
 from longspan.ops.backends import watch
 from longspan.ops.softmax import path
-from support.tensors import close, data, same
+from support.tensors import data, same
 
 
 def definition(q, k, v, w, beta):
@@ -38,21 +37,6 @@ def test_it_is_softmax_over_moved_keys(groups, chunk, monkeypatch):
     monkeypatch.setattr(path, "CHUNK", chunk)
     given = operands(groups=groups)
     same(path.attend(*given)[0], definition(*given), given)
-
-
-def test_keys_come_back_moved_by_all_maps(monkeypatch):
-    monkeypatch.setattr(path, "CHUNK", 4)
-    q, k, v, w, beta = (t.detach() for t in operands(n=11))
-    first, second = slice(0, 6), slice(6, 11)
-    _, none, keys = path.attend(*(t[:, :, first] for t in (q, k, v, w, beta)))
-    assert none.shape[2] == 0
-    past = path.Past(keys, v[:, :, first], None)
-    o, old, new = path.attend(*(t[:, :, second] for t in (q, k, v, w, beta)), past)
-    whole, _, moved = path.attend(q, k, v, w, beta)
-    close(o, whole[:, :, second])
-    close(torch.cat([old, new], 2), moved)
-    with backend("reference"):
-        close(path.attend(q, k, v, w, beta)[2], moved)
 
 
 def test_memory_grows_less_than_the_pairs(monkeypatch):

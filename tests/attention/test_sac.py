@@ -11,6 +11,7 @@ from longspan.data import load
 from longspan.models.config import DecoderConfig
 from longspan.ops import edges as op
 from longspan.train import fit, loop, objectives
+from support.sparse import softmax
 from support.tensors import data, same
 from training_process import tiny
 
@@ -21,11 +22,6 @@ MASK = torch.tensor([[True] * 3 + [False] * 2 + [True] * 6, [False] + [True] * 1
 def build(edges=2, causal=True, dim=6, heads=2) -> Any:
     torch.manual_seed(0)
     return longspan.build(f"sac(edges={edges})", dim, heads, causal=causal).double().eval()
-
-
-def dense(q, k, v, allowed):
-    logits = q @ k.mT * q.shape[-1] ** -0.5
-    return logits.masked_fill(~allowed, -torch.inf).softmax(-1) @ v
 
 
 def operands(n=N):
@@ -49,7 +45,7 @@ class TestEdges:
         assert torch.equal(op.mask_of(index, there, N), allowed)
         with longspan.backend(backend):
             found = op.attend(q, k, v, index, there)
-        expected = dense(q, k, v, allowed[:, None])
+        expected = softmax(allowed[:, None], q, k, v)
         same(found, expected, wanted)
 
     def test_a_repeated_edge_counts_once(self):
@@ -82,7 +78,7 @@ class TestMechanism:
         record: dict = {}
         y = module(x, record=record)[0]
         q, k, v = (p(x).unflatten(-1, (2, 3)).transpose(1, 2) for p in (module.query, module.key, module.value))
-        expected = module.out(dense(q, k, v, record["mask"]).transpose(1, 2).flatten(-2))
+        expected = module.out(softmax(record["mask"], q, k, v).transpose(1, 2).flatten(-2))
         assert torch.equal(record["mask"], record["matrix"][:, :1] > 0)
         wanted = [x, *(p for name, p in module.named_parameters() if "predictor" not in name)]
         same(y, expected, wanted)

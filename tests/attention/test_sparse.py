@@ -26,20 +26,3 @@ def test_packed_rows_stay_separate_when_compiled(masked):
     torch._dynamo.reset()
     compiled = torch.compile(lambda x: module(x, **given)[0], fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), module(x, **given)[0], rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "spec", ["local(window=5)", "sparse(pattern='causal & (band(3) | strided(4))')", "bigbird(block=4)"]
-)
-@pytest.mark.parametrize("used", [0, 1])
-def test_a_fresh_row_in_a_batch_with_a_used_one(spec, used):
-    """A prompt is read as a whole sequence only if the state of every row is empty."""
-    module, x = build(spec).double(), data(20)
-    mask = torch.zeros(2, 7, dtype=torch.bool)
-    mask[used] = True
-    with torch.no_grad():
-        _, state = module(x[:, :7], module.init_state(2), mask=mask)
-        found, _ = module(x[:, 7:], state)
-        for row in range(2):
-            own = x[row : row + 1, 0 if row == used else 7 :]
-            torch.testing.assert_close(found[row], module(own)[0][0, -13:])

@@ -8,7 +8,7 @@ from longspan.ops.native.call import available
 from longspan.ops.softmax import stick_breaking
 from support.sparse import build
 from support.sparse import data as tokens
-from support.tensors import close, data, same
+from support.tensors import data, kernels_agree, same
 
 compiled = pytest.mark.skipif(not available("pattern/stick"), reason="no compiler")
 
@@ -45,18 +45,7 @@ TOLERANCES = {torch.float32: (1e-5, 1e-4), torch.bfloat16: (2**-8, 2**-8)}
 def test_kernels_are_the_definition(n, m, groups, strength, dtype):
     """Also where sticks are used up after a few keys."""
     q, k, v = strength * data(2, 3, n, 5), data(2, groups, m, 5, seed=1), data(2, groups, m, 4, seed=2)
-    near = [t.to(dtype).requires_grad_() for t in (q, k, v)]
-    wide = [t.detach().double().requires_grad_() for t in near]
-    with backend("torch"):
-        expected = stick_breaking.attend(*wide)
-    with backend("native"):
-        found = stick_breaking.attend(*near)
-    close(found.double(), expected, TOLERANCES[dtype][0])
-    up = data(*found.shape, seed=4).to(dtype)
-    for a, b in zip(
-        torch.autograd.grad(found, near, up), torch.autograd.grad(expected, wide, up.double()), strict=True
-    ):
-        close(a.double(), b, TOLERANCES[dtype][1])
+    kernels_agree(stick_breaking.attend, (q, k, v), *TOLERANCES[dtype], dtype)
 
 
 @compiled

@@ -1,6 +1,5 @@
 """Options on the command line: their spelling, bounds of every number, and a failed allocation as one line."""
 
-import re
 from functools import partial
 
 import pytest
@@ -104,28 +103,6 @@ def test_every_field_of_training_has_bounds(part, train, monkeypatch):
             assert refusal(read, [f"{option}={text}"]), (option, text)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "generate text --beams 1e30",
-        f"generate text --beams {10**30}",
-        "generate mnist --count 1000000000",
-        "train --run.batch 1000000000",
-        f"bench attention --rounds {10**30}",
-        f"bench attention --lengths {10**30}",
-        "bench depth --depths 0",
-        "transcribe digits a.wav --beam 1000000000",
-        "reproduce mqar --rates nan",
-    ],
-)
-def test_such_a_number_is_one_line_and_code_2(words, capsys):
-    assert main(words.split()) == WRONG
-    out, err = capsys.readouterr()
-    assert not out
-    assert err.count("\n") == 1
-    assert words.split()[-2].strip("-").partition(".")[2] in err or words.split()[-2] in err
-
-
 ALLOCATIONS = (
     MemoryError(),
     RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1288 bytes."),
@@ -182,14 +159,6 @@ def test_a_batch_and_a_text_that_memory_cannot_hold_are_refused(capsys, monkeypa
     assert "the text" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_options_with_hyphens(command, capsys):
-    assert main([command, "--help"]) == 0
-    options = re.findall(r"(?<![\w-])--[a-z][\w.-]*", capsys.readouterr().out)
-    assert options
-    assert [option for option in options if "_" in option] == []
-
-
 @pytest.mark.parametrize("spelling", ["--run.save-every", "--run.save_every"])
 @pytest.mark.parametrize("value", [["=7"], ["", "7"]])
 def test_both_spellings_are_read(spelling, value, capsys):
@@ -198,14 +167,3 @@ def test_both_spellings_are_read(spelling, value, capsys):
     shown = capsys.readouterr().out
     assert "save_every: 7" in shown
     assert "data: a_b" in shown
-
-
-def test_an_unknown_option_gets_a_suggestion(capsys):
-    assert main(["train", "--run.save_evry", "7"]) == WRONG
-    said = capsys.readouterr().err
-    assert "unknown option '--run.save-evry' (did you mean '--run.save-every'?)" in said
-
-
-def test_a_value_that_does_not_fit_is_an_error_with_hyphens(capsys):
-    assert main(["train", "--run.save-every", "often"]) == WRONG
-    assert "--run.save-every" in capsys.readouterr().err

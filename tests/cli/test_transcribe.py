@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_cli import refused
 
 pytest.importorskip("kaldi_native_fbank", reason="filter banks: pip install longspan[speech]")
 
 from longspan._utils import model_memory
-from longspan.cli.entry import INTERRUPTED, OK, WRONG, main
+from longspan.cli.entry import INTERRUPTED, OK, main
 from longspan.generation import transcription_memory
 from longspan.generation.transcription import Listener, Rows, transcribe
 from longspan.generation.transcription import transcribe as whole
@@ -109,11 +110,6 @@ def test_an_interruption_prints_what_is_done(model, files, capsys, monkeypatch):
     out, err = capsys.readouterr()
     assert out.splitlines()[0].startswith("a.wav\t")
     assert re.search("interrupted.* 1 of 3 recordings", err)
-
-
-def refused(capsys, *words: str) -> str:
-    assert main(list(words)) == WRONG
-    return capsys.readouterr().err
 
 
 def test_models_of_other_kinds_are_refused(model, files, capsys):
@@ -279,7 +275,7 @@ def test_an_unknown_name_is_refused_with_the_models_of_the_kind(files, capsys, t
 
 def test_without_filter_banks_it_prints_what_to_install(model, files, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "kaldi_native_fbank", None)
-    line = refused(capsys, "transcribe", "model", *files)
+    line = refused(capsys, "transcribe", "model", files[0])
     assert 'missing for filter banks: kaldi_native_fbank; pip install ".[speech]"' in line
 
 

@@ -6,48 +6,23 @@ import pytest
 import torch
 from ahead import LIMITS, compiled_all, request
 
-import longspan
-from longspan.ops.gated import recur
+from ops.families import FAMILIES, cast
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LIMIT = 5e-7
+DECAY = importlib.import_module("longspan.ops.triton.decay")
+FAMILY = FAMILIES["decay-head"]
 
 
 @pytest.fixture(autouse=True)
 def _short_spans(monkeypatch):
     """A few chunks then have several spans."""
-    monkeypatch.setattr(importlib.import_module("longspan.ops.triton.decay"), "SPAN", 64)
+    monkeypatch.setattr(DECAY, "SPAN", 64)
 
 
-def arguments(n, strength=0.1, *, batch=2, groups=1, repeats=1, sizes=(16, 24), states=None, dtype=torch.float32):
-    """Operands whose log decays lie between 0 and -strength; None for no decay."""
-    generator, (d, e), heads = torch.Generator().manual_seed(n), sizes, groups * repeats
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator).to(DEVICE)
-
-    decay = None if strength is None else -torch.rand(batch, heads, n, generator=generator).to(DEVICE) * strength
-    return {
-        "q": draw(batch, groups, n, d).to(dtype),
-        "k": (draw(batch, groups, n, d) / d**0.5).to(dtype),
-        "v": draw(batch, heads, n, e).to(dtype),
-        "log_decay": decay,
-        "state": draw(states or batch, heads, d, e),
-    }
-
-
-def outcome(backend, given, *, wide=False, **options):
-    """The output, the state, and the gradients of all operands for fixed random gradients of both."""
-    given = {name: t.double() if wide and t is not None else t for name, t in given.items()}
-    leaves = {name: t if t is None else t.detach().requires_grad_() for name, t in given.items()}
-    with longspan.backend(backend):
-        found = recur(**leaves, **options)
-    generator = torch.Generator().manual_seed(0)
-    # Of the numbers that bfloat16 has, so that all dtypes get the same.
-    ups = [torch.randn(t.shape, generator=generator).bfloat16().to(t) for t in found]
-    named = {name: t for name, t in leaves.items() if t is not None}
-    grads = torch.autograd.grad(found, list(named.values()), ups)
-    return {"o": found[0].detach(), "end": found[1].detach()} | dict(zip(named, grads, strict=True))
+def arguments(n, strength=0.1, **options):
+    given = FAMILY.operands(n, **{"sizes": (16, 24), "repeats": 1, "dtype": torch.float32} | options)
+    given["log_decay"] *= strength
+    return given
 
 
 def error(found, expected):
@@ -56,34 +31,36 @@ def error(found, expected):
     return float(difference / size) if size > 1e-20 else float(difference)
 
 
-def assert_exact(given, limit=LIMIT, **options):
-    found, expected = outcome("triton", given, **options), outcome("reference", given, wide=True, **options)
+def assert_exact(given, family=FAMILY, **options):
+    found = family.outcome("triton", given, **options)
+    expected = family.outcome("reference", cast(given, torch.float64), **options)
     errors = {name: error(found[name], expected[name]) for name in expected}
-    assert all(e <= limit for e in errors.values()), errors  # NaN fails too
-    return found
+    assert all(e <= LIMIT for e in errors.values()), errors  # NaN fails too
 
 
 @pytest.mark.parametrize("strength", [None, 1e-4, 1.0, 20.0, 1e4], ids=str)
 def test_kernels_are_the_definition(strength, monkeypatch):
     """Of two spans, the first of which has two chunks."""
-    monkeypatch.setattr(importlib.import_module("longspan.ops.triton.decay"), "SPAN", 128)
-    assert_exact(arguments(130, strength, groups=2, batch=1))
+    monkeypatch.setattr(DECAY, "SPAN", 128)
+    given = arguments(130, strength or 0.0, batch=1)
+    if strength is None:
+        del given["log_decay"]
+    assert_exact(given, FAMILIES["decay-none"] if strength is None else FAMILY)
 
 
 @pytest.mark.parametrize(
     ("n", "sizes", "repeats"), [(63, (3, 33), 3), (150, (17, 5), 2), (65, (128, 72), 1), (67, (40, 128), 1)]
 )
 def test_sizes_beyond_those_of_the_laws(n, sizes, repeats):
-    given = arguments(n, 0.3, batch=1, groups=2 if repeats == 2 else 1, repeats=repeats, sizes=sizes)
+    given = arguments(n, 0.3, batch=1, repeats=repeats, sizes=sizes)
     assert_exact(given, normalize="l2" if n > 65 else None, scale=0.7)
 
 
 def test_gradients_of_one_number_for_all_tokens():
     """As those of a sum, whose strides are 0."""
     given = arguments(70)
-    q = given["q"].clone().requires_grad_()
-    with longspan.backend("triton"):
-        (grad,) = torch.autograd.grad(recur(**given | {"q": q})[0].sum(), q)
+    given["query"].requires_grad_()
+    (grad,) = torch.autograd.grad(FAMILY.run("triton", given)[0].sum(), given["query"])
     assert grad.isfinite().all()
 
 
@@ -91,10 +68,10 @@ def test_gradients_of_one_number_for_all_tokens():
 def test_log_decays_of_any_dtype(dtype):
     given = arguments(70)
     given["log_decay"] = given["log_decay"].to(dtype)
-    found = outcome("triton", given)
+    found = FAMILY.outcome("triton", given)
     assert found["log_decay"].dtype == dtype
     # The gradient is rounded to the dtype; all others see the rounded decays.
-    expected = outcome("reference", given, wide=True)
+    expected = FAMILY.outcome("reference", cast(given, torch.float64))
     rounding = {"log_decay": 4e-3} if dtype == torch.bfloat16 else {}
     assert all(error(found[name], expected[name]) < rounding.get(name, LIMIT) for name in expected)
 

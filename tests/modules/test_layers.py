@@ -16,36 +16,28 @@ from longspan.ops.tensors import merge, positions, split, unit, visible
 from support.tensors import data as randn
 
 
-class TestPositions:
-    x = torch.zeros(2, 5, 3)
+@pytest.mark.parametrize(
+    ("start", "mask", "segments", "expected", "ends"),
+    [
+        ([0, 7], None, None, [0, 1, 2, 3, 4, 7, 8, 9, 10, 11], [5, 12]),
+        ([0, 7], [[0, 1, 0, 1, 1], [1, 1, 1, 1, 0]], None, [0, 1, 2, 7, 8, 9, 10], [3, 11]),
+        ([2, 7], None, [[0, 0, 1, 1, 1], [4, 4, 4, 4, 4]], [2, 3, 0, 1, 2, 7, 8, 9, 10, 11], [3, 12]),
+        (None, [[1, 0, 1, 0, 1], [1, 1, 1, 1, 0]], [[0, 0, 1, 1, 1], [0, 0, 0, 1, 1]], [0, 0, 1, 0, 1, 2, 0], [2, 1]),
+    ],
+    ids=["plain", "masked tokens take none", "segments start anew", "segments with padding"],
+)
+def test_positions(start, mask, segments, expected, ends):
+    given = {"start": start, "mask": mask, "segments": segments}
+    given = {name: torch.tensor(value) for name, value in given.items() if value is not None}
+    real = given.get("mask", torch.ones(2, 5)) > 0
+    at, end = positions(torch.zeros(2, 5, 3), **given | ({"mask": real} if mask else {}))
+    assert at[real].tolist() == expected
+    assert end.tolist() == ends
 
-    def test_plain(self):
-        at, end = positions(self.x, torch.tensor([0, 7]))
-        assert at.tolist() == [[0, 1, 2, 3, 4], [7, 8, 9, 10, 11]]
-        assert end.tolist() == [5, 12]
 
-    def test_masked_tokens_take_none(self):
-        mask = torch.tensor([[False, True, False, True, True], [True, True, True, True, False]])
-        at, end = positions(self.x, torch.tensor([0, 7]), mask=mask)
-        assert at[mask].tolist() == [0, 1, 2, 7, 8, 9, 10]
-        assert end.tolist() == [3, 11]
-
-    def test_segments_start_anew(self):
-        segments = torch.tensor([[0, 0, 1, 1, 1], [4, 4, 4, 4, 4]])
-        at, end = positions(self.x, torch.tensor([2, 7]), segments=segments)
-        assert at.tolist() == [[2, 3, 0, 1, 2], [7, 8, 9, 10, 11]]
-        assert end.tolist() == [3, 12]
-
-    def test_segments_with_padding(self):
-        segments = torch.tensor([[0, 0, 1, 1, 1], [0, 0, 0, 1, 1]])
-        mask = torch.tensor([[True, False, True, False, True], [True, True, True, True, False]])
-        at, end = positions(self.x, mask=mask, segments=segments)
-        assert at[mask].tolist() == [0, 0, 1, 0, 1, 2, 0]
-        assert end.tolist() == [2, 1]
-
-    def test_no_tokens(self):
-        at, end = positions(self.x[:, :0], torch.tensor([3, 4]), segments=torch.zeros(2, 0, dtype=torch.long))
-        assert (at.shape, end.tolist()) == ((2, 0), [3, 4])
+def test_positions_of_no_tokens():
+    at, end = positions(torch.zeros(2, 0, 3), torch.tensor([3, 4]), segments=torch.zeros(2, 0, dtype=torch.long))
+    assert (at.shape, end.tolist()) == ((2, 0), [3, 4])
 
 
 def test_split_and_merge():

@@ -69,20 +69,6 @@ class TestSinusoids:
 
 
 class TestRotary:
-    @pytest.mark.parametrize("layout", ["halves", "interleaved"])
-    def test_products_depend_on_the_difference_alone(self, layout):
-        q, k = data(1, 1, 1, 6), data(1, 1, 1, 6, seed=1)
-
-        def at(x, p):
-            return rotate(x, torch.tensor([[p]]), 50.0, layout).flatten()
-
-        for difference in (0, 3, -8):
-            found = [at(q, p + difference) @ at(k, p) for p in (8, 11, 500)]
-            torch.testing.assert_close(torch.stack(found), found[0].expand(3), rtol=1e-12, atol=1e-12)
-        assert not torch.isclose(at(q, 3) @ at(k, 1), at(q, 4) @ at(k, 1))
-        torch.testing.assert_close(at(q, 9).norm(), q.norm())
-        assert torch.equal(at(q, 0), q.flatten())
-
     def test_by_hand(self):
         """Position 1, base 4: the first pair turns by 1, the second by 1/2."""
         x = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)[None, None, None]

@@ -1,4 +1,4 @@
-"""Attention inside buckets against loops: who sees whom, how rounds are merged, what rules are refused."""
+"""Attention inside buckets against loops: who sees whom and what rules are refused."""
 
 import itertools
 import re
@@ -10,7 +10,7 @@ from torch.func import jvp
 
 from longspan import backend, ops
 from longspan.ops import buckets
-from longspan.ops.buckets import Rule, lists, places, windows
+from longspan.ops.buckets import Rule, lists, windows
 from longspan.ops.native.call import available
 from support.tensors import data
 
@@ -130,48 +130,6 @@ def test_kernels_that_cannot_serve_say_why():
         ((_, way, reason),) = seen
         assert way == "torch"
         assert re.search(text, reason)
-
-
-def test_rounds_are_merged_as_in_the_paper():
-    """sum_r e^(z_r - z) o_r with logits less log N_ij is softmax over the union; without log N_ij it is not."""
-    n, rule, rounds = 61, Rule(chunk=6, alone=True), 4
-    q, k, v = (data(2, 2, n, 5, seed=i) for i in range(3))
-    groups = drawn(rounds, n, 3)
-    shown = torch.stack([buckets.multiplicity(groups[:, :, r : r + 1], BUCKETS, rule)[0] for r in range(rounds)], 2)
-    # A key of one's own stands for a round without keys only where no round has any.
-    others = (shown & ~torch.eye(n, dtype=torch.bool)).any(2).any(-1)
-    shown = shown & ~(torch.eye(n, dtype=torch.bool) & others[:, :, None, :, None])
-
-    def merged(weight):
-        logits = (q @ k.mT * SCALE - weight)[:, :, None].masked_fill(~shown, -torch.inf)
-        z = logits.logsumexp(-1)  # (B,H,R,N)
-        o = logits.softmax(-1).nan_to_num(0.0) @ v[:, :, None]
-        return ((z - z.logsumexp(2, keepdim=True)).exp()[..., None] * o).sum(2)
-
-    found, _ = buckets.attend(q, k, v, groups, BUCKETS, rule, scale=SCALE)
-    several = shown.sum(2)
-    assert (several > 1).any()
-    torch.testing.assert_close(found, merged(several.clamp(min=1).double().log()), rtol=1e-10, atol=1e-10)
-    assert (found - merged(torch.zeros(()))).abs().max() > 0.1
-
-
-def test_sorting_and_back_is_the_identity():
-    order, rank = places.ranked(drawn(3, 50))
-    back = places.inverse(order)
-    assert torch.equal(order.gather(-1, back), torch.arange(50).expand_as(order))
-    assert rank.min() == 0
-    assert torch.equal(order.gather(-1, back), back.gather(-1, order))
-
-
-def test_a_query_beside_nobody_is_its_own_value():
-    q, k, v = (data(1, 1, 4, 3, seed=i).requires_grad_() for i in range(3))
-    o, lse = buckets.attend(q, k, v, torch.arange(4)[None, None, None], BUCKETS, Rule(chunk=2, alone=True), scale=SCALE)
-    assert torch.equal(o, v)
-    torch.testing.assert_close(lse, (q * k).sum(-1).detach() * SCALE)
-    grads = torch.autograd.grad(o.sum(), (q, k, v))
-    assert not grads[0].any()
-    assert not grads[1].any()
-    assert torch.equal(grads[2], torch.ones_like(v))
 
 
 def test_a_transform_takes_the_plain_form():

@@ -12,15 +12,12 @@ import torch.nn.functional as F
 import longspan
 from longspan.ops import gated
 from longspan.testing.pairs import all_pairs
+from support.tensors import data as randn
 
 BACKENDS = ("torch", "native")
 LONG = 4099  # tokens, a prime
 # Relative to the largest expected value: of float32 (6e-8 for one operation) in sums of some hundred terms.
 SINGLE = 1e-5
-
-
-def randn(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def operands(n, dtype=torch.float32, *, heads=2, d=8, e=4, beta=None, spread=None):

@@ -28,7 +28,7 @@ class TestPapers:
     def given(self):
         return made(self.N, batch=1)
 
-    def check(self, loop, *operands, expected, **options):
+    def check(self, *operands, expected, **options):
         for form in ("reference", "torch"):
             with longspan.backend(form):
                 found = general_delta_rule(*operands, scale=1.0, **options)
@@ -55,7 +55,7 @@ class TestPapers:
             return s @ transition + torch.outer(v[at], k[at])
 
         options = {"read": kk, "erase": kk * a, "log_decay": decay, "read_before_decay": True}
-        self.check("rwkv7", q, k, v, **options, expected=self.loop(update, q))
+        self.check(q, k, v, **options, expected=self.loop(update, q))
 
     def test_diagonal_plus_low_rank(self, given):
         """S_t = S_{t-1} (diag(w_t) + a_t b_t^T) + v_t k_t^T."""
@@ -66,7 +66,7 @@ class TestPapers:
             return s @ (torch.diag(decay[at].exp()) - torch.outer(a[at], b[at])) + torch.outer(v[at], k[at])
 
         options = {"read": a, "erase": b, "log_decay": decay, "read_before_decay": True}
-        self.check("dplr", q, k, v, **options, expected=self.loop(update, q))
+        self.check(q, k, v, **options, expected=self.loop(update, q))
 
     def test_identity_plus_low_rank(self, given):
         """S_t = S_{t-1} (I + a_t b_t^T) + v_t k_t^T."""
@@ -76,7 +76,7 @@ class TestPapers:
             at = 0, head, t
             return s + torch.outer(s @ a[at], b[at]) + torch.outer(v[at], k[at])
 
-        self.check("iplr", q, k, v, read=a, erase=-b, expected=self.loop(update, q))
+        self.check(q, k, v, read=a, erase=-b, expected=self.loop(update, q))
 
     def test_gated_deltanet_2(self, given):
         """P_t = S_{t-1} diag(alpha_t), S_t = P_t - (P_t (b_t * k_t)) k_t^T + (w_t * v_t) k_t^T."""
@@ -88,7 +88,7 @@ class TestPapers:
             s = s * decay[at].exp()
             return s - torch.outer(s @ (b[at] * k[at]), k[at]) + torch.outer(w[at] * v[at], k[at])
 
-        self.check("gdn2", q, k, w * v, read=b * k, erase=k, log_decay=decay, expected=self.loop(update, q))
+        self.check(q, k, w * v, read=b * k, erase=k, log_decay=decay, expected=self.loop(update, q))
 
 
 def test_the_delta_rule_is_a_case():

@@ -13,12 +13,7 @@ from longspan.ops.linear.native import step as linear_step
 from longspan.ops.native import build
 from longspan.ops.native.call import available
 
-try:
-    build.load("linear/forward")
-    REASON = ""
-except build.Unavailable as error:
-    REASON = str(error)
-needs_kernels = pytest.mark.skipif(bool(REASON), reason=f"no native kernels here: {REASON}")
+needs_kernels = pytest.mark.skipif(not available("linear"), reason="no native kernels here")
 
 
 def operands(b, h, d, e, seed=0, scale=1.0):

@@ -1,4 +1,4 @@
-"""Log-linear attention against its definition over all pairs, with states, masks and packed rows."""
+"""Log-linear attention against its definition over all pairs, with states and masks."""
 
 from itertools import pairwise
 
@@ -96,28 +96,3 @@ def test_masked_tokens_do_not_exist(n):
     real = mask[1]
     alone = [torch.cat([a[1:], b[1:, :, real], c[1:]], 2) for a, b, c in zip(first, new, more, strict=True)]
     torch.testing.assert_close(got[1:], definition(*alone)[:, :, -9:])
-
-
-@pytest.mark.parametrize("levels", [3, 6])
-def test_packed_sequences_are_apart(levels):
-    given = inputs(24, levels)
-    segments = torch.tensor([[3] * 7 + [4] * 11 + [9] * 6] * B)
-    before = call(inputs(5, levels, seed=1), fresh(levels))[1]
-    out, state = call(given, before, segments=segments)
-    expected = [call(part(given, 0, 7), before)[0], definition(*part(given, 7, 18)), definition(*part(given, 18, 24))]
-    torch.testing.assert_close(out, torch.cat(expected, 2))
-    alone = call(part(given, 18, 24), fresh(levels))[1]
-    torch.testing.assert_close(state[0], alone[0])
-    assert state[1].equal(alone[1])
-
-
-def test_gradients():
-    given = [t.requires_grad_() for t in inputs(11, 3)]
-    state = call(inputs(5, 3, seed=1), fresh(3))[1]
-    sums = state[0].requires_grad_()
-
-    def run(sums, *given):
-        out, (after, _) = call(given, (sums, state[1]))
-        return out, after
-
-    assert torch.autograd.gradcheck(run, (sums, *given), fast_mode=True)

@@ -19,17 +19,6 @@ def pair(constant, **place):
     return module, kernel
 
 
-def test_by_hand():
-    """One channel, c = 1: the second token weighs keys 1 and 2 by (2 * 1 + 1)^2 = 9 and (2 * 2 + 1)^2 = 25."""
-    for taylor, expected in ((False, (9 + 2 * 25) / (9 + 25)), (True, (5 + 2 * 13) / (5 + 13))):  # 1 + 2 + 2, 1 + 4 + 8
-        module = longspan.build(f"polynomial(taylor={taylor}, eps=0.0)", 1, 1).double()
-        for part in (module.query, module.key, module.value, module.out):
-            torch.nn.init.ones_(part.weight)
-            torch.nn.init.zeros_(part.bias)
-        found = module(torch.tensor([[[1.0], [2.0]]]).double())[0]
-        torch.testing.assert_close(found[0, :, 0], torch.tensor([1.0, expected]).double())
-
-
 # Several spans of 64 tokens, as heads are small, with borders and padding inside and across them.
 N = 211
 MASK = torch.rand(2, N, generator=torch.Generator().manual_seed(3)) < 0.8

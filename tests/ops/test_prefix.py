@@ -160,51 +160,34 @@ def test_autocast(spec):
             torch.testing.assert_close(y.float(), expected, atol=0.02, rtol=0)
 
 
-class TestRefusals:
-    """The messages; that such calls are refused at all is the law."""
+LINEAR, X, TWO = longspan.build("linear", 8, 2), torch.zeros(2, 5, 8), torch.tensor([2, 2])
+HIDDEN = torch.tensor([[True] * 5, [False, True, True, False, False]])
 
-    module, x = longspan.build("linear", 8, 2), torch.zeros(2, 5, 8)
 
-    @pytest.mark.parametrize(
-        ("given", "message"),
-        [
-            ([1, 6], r"prefix\[1\]=6 must lie between 0 and the row's 5 real tokens"),
-            ([-1, 6], r"prefix\[0\]=-1 must lie between 0 and the row's 5 real tokens"),
-            (
-                [1, 2, 3],
-                r"prefix must be int64 \(2,\), .* not torch.int64 \(3,\)",
-            ),
-            ([1.0, 2.0], r"prefix must be int64 \(2,\), .* not torch.float32 \(2,\)"),
-        ],
-    )
-    def test_lengths(self, given, message):
-        with pytest.raises(ValueError, match=message):
-            self.module(self.x, prefix=torch.tensor(given))
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prefix": torch.tensor([1, 6])}, r"prefix\[1\]=6 must lie between 0 and the row's 5 real tokens"),
+        ({"prefix": torch.tensor([-1, 6])}, r"prefix\[0\]=-1 must lie between 0 and the row's 5 real tokens"),
+        ({"prefix": torch.tensor([1, 2, 3])}, r"prefix must be int64 \(2,\), .* not torch.int64 \(3,\)"),
+        ({"prefix": torch.tensor([1.0, 2.0])}, r"prefix must be int64 \(2,\), .* not torch.float32 \(2,\)"),
+        ({"prefix": torch.tensor([5, 3]), "mask": HIDDEN}, r"prefix\[1\]=3 must lie between 0 and the row's 2 real"),
+        ({"prefix": TWO, "segments": torch.zeros(2, 5, dtype=torch.long)}, "prefix= and segments="),
+        ({"prefix": TWO, "context": X}, "prefix= and context="),
+        ({"prefix": TWO, "state": LINEAR(X, context=X)[1]}, "prefix= .* state of cross attention"),
+    ],
+)
+def test_refusals(given, message):
+    with pytest.raises(ValueError, match=message):
+        LINEAR(X, **given)
 
-    def test_real_tokens(self):
-        mask = torch.tensor([[True] * 5, [False, True, True, False, False]])
-        with pytest.raises(ValueError, match=r"prefix\[1\]=3 must lie between 0 and the row's 2 real tokens"):
-            self.module(self.x, mask=mask, prefix=torch.tensor([5, 3]))
 
-    def test_company(self):
-        two = torch.tensor([2, 2])
-        with pytest.raises(ValueError, match="prefix= and segments="):
-            self.module(self.x, segments=torch.zeros(2, 5, dtype=torch.long), prefix=two)
-        with pytest.raises(ValueError, match="prefix= and context="):
-            self.module(self.x, context=self.x, prefix=two)
-        _, state = self.module(self.x, context=self.x)
-        with pytest.raises(ValueError, match="prefix= .* state of cross attention"):
-            self.module(self.x, state, prefix=two)
-        both = longspan.build("linear", 8, 2, causal=False)
-        with pytest.raises(ValueError, match="a bidirectional linear sees whole sequences already; prefix= is for"):
-            both(self.x, prefix=two)
-
-    def test_a_stack_with_a_mechanism_that_has_no_prefix_mode(self, monkeypatch):
-        monkeypatch.setattr(REGISTRY["kernel"], "supported_args", REGISTRY["kernel"].supported_args - {"prefix"})
-        assert testing.check("prefix_mode", "linear; kernel").note == "takes no prefix"
-        model = decoder(attention="linear; kernel")
-        with pytest.raises(ValueError, match="kernel does not support prefix=; it supports: context"):
-            generate(model, PROMPT, max_new_tokens=3, prefix=True, stream=True)
+def test_a_stack_with_a_mechanism_that_has_no_prefix_mode(monkeypatch):
+    monkeypatch.setattr(REGISTRY["kernel"], "supported_args", REGISTRY["kernel"].supported_args - {"prefix"})
+    assert testing.check("prefix_mode", "linear; kernel").note == "takes no prefix"
+    model = decoder(attention="linear; kernel")
+    with pytest.raises(ValueError, match="kernel does not support prefix=; it supports: context"):
+        generate(model, PROMPT, max_new_tokens=3, prefix=True, stream=True)
 
 
 PROMPT = torch.randint(0, 7, (3, 11), generator=torch.Generator().manual_seed(0))
@@ -214,10 +197,6 @@ def decoder(dtype=torch.float64, **fields):
     torch.manual_seed(0)
     small = {"dim": 8, "depth": 2, "heads": 2, "feedforward": 12, "vocab": 7, "length": 60}
     return Decoder(DecoderConfig(**small | fields)).to(dtype).eval()
-
-
-def tokens(*arguments, **options):
-    return generate(*arguments, **options)
 
 
 SPECS = ["linear", "softmax", "linear; softmax(kv_heads=1)"]
@@ -235,7 +214,7 @@ def test_a_stack_that_is_all_prefix_is_the_bidirectional_one():
 def test_greedy_generation_is_argmax_of_recomputed_outputs(attention):
     model, found = decoder(attention=attention, positions="rotary"), {}
     for mode in (True, False):
-        found[mode] = tokens(model, PROMPT, max_new_tokens=9, temperature=0, prefix=mode)
+        found[mode] = generate(model, PROMPT, max_new_tokens=9, temperature=0, prefix=mode)
         sequence = PROMPT
         for _ in range(9):
             inputs = torch.cat([torch.full((3, 1), model.start), sequence], 1)
@@ -273,9 +252,9 @@ def test_ragged_prompts_equal_separate_ones(side):
     model = decoder(attention="linear; softmax", positions="rotary")
     mask = torch.arange(11).expand(3, -1) < torch.tensor([11, 4, 0])[:, None]
     mask = mask.flip(1) if side == "left" else mask
-    found = tokens(model, PROMPT, mask=mask, max_new_tokens=6, temperature=0, prefix=True)
+    found = generate(model, PROMPT, mask=mask, max_new_tokens=6, temperature=0, prefix=True)
     for row in range(3):
-        alone = tokens(model, PROMPT[row : row + 1, mask[row]], max_new_tokens=6, temperature=0, prefix=True)
+        alone = generate(model, PROMPT[row : row + 1, mask[row]], max_new_tokens=6, temperature=0, prefix=True)
         assert torch.equal(found[row : row + 1], alone)
 
 
@@ -286,10 +265,10 @@ def test_the_engine_goes_on_from_a_prefix(monkeypatch):
     real = Engine.__call__
     monkeypatch.setattr(Engine, "__call__", lambda self, *given: calls.append(1) or real(self, *given))
     mask = torch.arange(11).expand(3, -1) < torch.tensor([11, 4, 0])[:, None]
-    found = tokens(model, PROMPT, mask=mask, max_new_tokens=20, seed=1, prefix=True)
+    found = generate(model, PROMPT, mask=mask, max_new_tokens=20, seed=1, prefix=True)
     assert len(calls) == 19
     with backend("torch"):
-        expected = tokens(model, PROMPT, mask=mask, max_new_tokens=20, seed=1, prefix=True)
+        expected = generate(model, PROMPT, mask=mask, max_new_tokens=20, seed=1, prefix=True)
     assert len(calls) == 19
     assert torch.equal(found, expected)
 

@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import waves
 from longspan.attention import build
 from longspan.attention.linear import Linear
 from longspan.ops.linear import features, polynomial
@@ -48,23 +47,6 @@ def off_by(name, w):
 @pytest.mark.parametrize("name", SOFTMAX)
 def test_estimates_are_unbiased_in_adversarial_directions(name, kind):
     assert off_by(name, rows(kind)).abs().max() < 4
-
-
-def test_without_the_sign_fix_positive_features_are_biased(monkeypatch):
-    """A test of the test above: it sees the bias of a plain QR, and that even features have none."""
-    monkeypatch.setattr(rf, "haar", lambda gaussian: torch.linalg.qr(gaussian).Q.mT)
-    w = rows("orthogonal")
-    assert off_by("positive", w).abs().max() > 20
-    assert off_by("hyperbolic", w).abs().max() < 4
-
-
-def test_radii_from_the_block_that_made_the_directions_are_biased(monkeypatch):
-    squares = gaussian(DRAWS, D, D)
-    assert off_by("hyperbolic", rf.haar(squares) * squares.norm(dim=-1, keepdim=True)).abs().max() > 6
-    assert (
-        off_by("hyperbolic", rf.haar(squares) * gaussian(DRAWS, D, D, seed=2).norm(dim=-1, keepdim=True)).abs().max()
-        < 4
-    )
 
 
 @pytest.mark.parametrize("name", SOFTMAX)
@@ -225,16 +207,6 @@ def test_radii_by_level_are_biased_low_by_the_series(dim, z, expected):
     assert found == pytest.approx(expected, abs=1e-3)
 
 
-@pytest.mark.parametrize("radii", ["sqrt", "quantiles", "midpoints"])
-def test_sampled_ratios_are_those_of_the_series(radii):
-    q = k = 1.0 * ADVERSARIAL[:, None]  # |q + k| = 2
-    w = rows("orthogonal", radii)
-    lengths = torch.full((D,), 2.0).double() if radii == "sqrt" else rf.levels(D, D, radii)
-    found = rf.estimate(q, k, w[:, None], rf.positive)[..., 0, 0] / math.e
-    assert ((found.mean(0) - ratio(lengths, D, 2)).abs() < 4 * found.std(0) / DRAWS**0.5).all()
-    assert (found.mean(0) < 0.99).all()
-
-
 class TestDPFP:
     def test_by_hand(self):
         """r = relu([1, -2, -1, 2]) = [1, 0, 0, 2]; its neighbors on the ring are 2 * 1, those at distance two 0."""
@@ -281,83 +253,6 @@ class TestPolynomial:
         assert phi[0].shape == (5, (dim + 1) * (dim + 2) // 2)
         torch.testing.assert_close(phi[0] @ phi[1].mT, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(kernel.similarity(q, k), expected, rtol=1e-12, atol=1e-12)
-
-
-class TestFourierConstruction:
-    q, k = torch.tensor([[0.7]]).double(), torch.tensor([[-0.4]]).double()
-
-    def pairs(self, strength):
-        """All frequencies of one channel (points, 1, 1) with their probabilities."""
-        w, p = nodes(2, 60)
-        u, v = waves.exponential_frequencies(w[..., :1], w[..., 1:], strength)
-        return u, v, p
-
-    def estimates(self, u, v, damping, weights=None):
-        return (waves.query_features(self.q, u, damping, weights) @ waves.key_features(self.k, v, damping).mT)[:, 0, 0]
-
-    def test_every_damping_gives_the_exponential_and_the_weakest_the_least_variance(self):
-        spreads = []
-        for strength in (0.5, 0.6, 1.0, 2.0):
-            u, v, p = self.pairs(strength)
-            found = self.estimates(u, v, waves.gaussian_damping(strength))
-            torch.testing.assert_close((p * found).sum(), (self.q * self.k).exp()[0, 0], rtol=1e-9, atol=0)
-            spreads.append((p * found.square()).sum().item())
-        assert spreads == sorted(spreads)
-
-    def test_the_weakest_damping_is_the_trigonometric_features(self):
-        w, x = gaussian(4, 3), gaussian(5, 3, seed=1)
-        u, v = waves.exponential_frequencies(w, gaussian(4, 3, seed=2), 0.5)
-        expected, damping = rf.trigonometric(x, w).features(), waves.gaussian_damping(0.5)
-        assert torch.equal(waves.query_features(x, u, damping), expected)
-        assert torch.equal(waves.key_features(x, v, damping), expected)
-
-    def test_a_signed_transform_goes_into_the_weights(self):
-        """(q k)^2 damped by e^(-x^2): the transform of x^2 e^(-x^2) is (1/2 - u^2/4) e^(-u^2/4), up to a factor."""
-        w, p = nodes(2, 60)
-        u, v = 2**0.5 * w[..., :1], 2**0.5 * w[..., 1:]
-        weights = ((0.5 - u.square() / 4) * (0.5 - v.square() / 4))[..., 0]
-        assert (weights < 0).any()
-        found = self.estimates(u, v, waves.gaussian_damping(1.0), weights)
-        torch.testing.assert_close((p * found).sum(), (self.q * self.k).square()[0, 0], rtol=1e-9, atol=0)
-
-    def test_too_weak_a_damping_is_refused(self):
-        with pytest.raises(ValueError, match=r"strength=0.4 damps e.* too little .* at least 0.5"):
-            waves.exponential_frequencies(self.q, self.q, 0.4)
-
-
-def hypergeometric(a, b, x):
-    """1F1(a; b; x) by its series."""
-    term, total = 1.0, 1.0
-    for i in range(200):
-        term *= (a + i) / (b + i) * x / (i + 1)
-        total += term
-    return total
-
-
-def covariance(x, dim):
-    """Of cos w.z of two rows w of a block, x = |z|^2 / 2.
-
-    |w1|^2 + |w2|^2 is that of two Gaussians, and the sum of two rows at right angles is as long as their difference: so
-    cos w1.z cos w2.z = (cos (w1+w2).z + cos (w1-w2).z) / 2 is on average the characteristic function of a vector of
-    uniform direction and a squared length of 2 D degrees of freedom: 1F1(D; D/2; -x) = e^-x 1F1(-D/2; D/2; x).
-    """
-    return math.exp(-x) * hypergeometric(-dim / 2, dim / 2, x) - math.exp(-2 * x)
-
-
-@pytest.mark.parametrize(("dim", "x", "sign"), [(4, 2.0, -1), (4, 4.74, -1), (4, 4.76, 1), (4, 6.0, 1), (2, 3.0, -1)])
-def test_orthogonal_rows_have_less_variance_only_where_tokens_are_near(dim, x, sign):
-    """Of cos and sin features: the covariance of two rows is negative for near tokens and positive for far ones."""
-    expected = covariance(x, dim)
-    assert math.copysign(1.0, expected) == sign
-    z = torch.zeros(dim, dtype=torch.float64)
-    z[0] = (2 * x) ** 0.5
-    found = (rows("orthogonal", count=300_000, features=dim, dim=dim) @ z).cos() - math.exp(-x)
-    products = (found.sum(-1).square() - found.square().sum(-1)) / (dim * (dim - 1))
-    error = products.std().item() / len(products) ** 0.5
-    assert abs(products.mean().item() - expected) < 4 * error
-    if abs(x - 4.75) > 1:
-        assert abs(expected) > 4 * error
-        assert math.copysign(1.0, products.mean().item()) == sign
 
 
 @pytest.mark.parametrize(

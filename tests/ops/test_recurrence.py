@@ -9,6 +9,7 @@ from longspan import backend, linear_attention
 from longspan.ops.linear import recurrence
 from longspan.ops.native.call import available
 from longspan.ops.segments import cut
+from ops.families import FAMILIES, assert_close, cast
 
 
 def numbers(n, seed=0, dtype=torch.float64, b=2, h=2, d=3, e=5):
@@ -17,43 +18,22 @@ def numbers(n, seed=0, dtype=torch.float64, b=2, h=2, d=3, e=5):
     return [torch.randn(s, dtype=torch.float64, generator=generator).to(dtype).requires_grad_() for s in shapes]
 
 
+SUM = FAMILIES["decay-none"]
 SEGMENTS = torch.tensor([[0] * 7 + [2] * 11 + [5] * 11, [1] * 29])
-
-
-def loop(q, k, v, state, segments=None):
-    """The definition, token by token."""
-    out = []
-    for t in range(q.shape[2]):
-        if segments is not None and t > 0:
-            state = state * (segments[:, t] == segments[:, t - 1]).to(state)[:, None, None, None]
-        state = state + k[:, :, t, :, None] * v[:, :, t, None, :]
-        out.append(torch.einsum("bhd,bhde->bhe", q[:, :, t], state))
-    return torch.stack(out, 2), state
-
-
-def alike(inputs, found, exact, expected, near):
-    """Outputs, states and gradients, relative in the Euclidean norm."""
-    generator = torch.Generator().manual_seed(1)
-    upstream = [torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in expected]
-    found = *found, *torch.autograd.grad(found, inputs, [g.to(t) for g, t in zip(upstream, found, strict=True)])
-    expected = *expected, *torch.autograd.grad(expected, exact, upstream)
-    for one, other in zip(found, expected, strict=True):
-        assert (one - other).norm() <= near * other.norm()
 
 
 @pytest.mark.skipif(not available(), reason="there are no native kernels here")
 @pytest.mark.parametrize(("d", "e"), [(1, 1500), (1100, 65), (2, 2)])
 def test_the_kernels_take_any_number_of_features(d, e):
-    exact = numbers(70, b=1, h=1, d=d, e=e)
-    inputs = [t.detach().float().requires_grad_() for t in exact]
-    with backend("native"):
-        found = recurrence.scan(*inputs)
-    alike(inputs, found, exact, loop(*exact), 1e-6)
+    given = SUM.operands(70, (d, e), batch=1, repeats=1, dtype=torch.float32)
+    found = SUM.outcome("native", given, scale=1.0)
+    for name, right in SUM.outcome("reference", cast(given, torch.float64), scale=1.0).items():
+        assert (found[name] - right).norm() <= 1e-6 * right.norm()
 
 
 def test_several_true_spans():
-    inputs = numbers(2053)
-    torch.testing.assert_close(recurrence.scan(*inputs), loop(*inputs), atol=1e-10, rtol=1e-10)
+    given = SUM.operands(2053)
+    assert_close(SUM.run("torch", given), SUM.run("reference", given), 1e-10)
 
 
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1023, 1024, 1025, 1100, 4097])
@@ -105,12 +85,6 @@ def test_an_unknown_backend_is_refused_and_the_choice_ends_with_the_block():
 
 
 class TestLinearAttention:
-    def test_one_token_by_hand(self):
-        """One token attends to itself alone: phi(q)phi(k) v / (phi(q)phi(k) + eps)."""
-        one = torch.ones(1, 1, 1, 1, dtype=torch.float64)
-        out = linear_attention(one, 2 * one, 5 * one, eps=0.5)
-        assert out.item() == pytest.approx(6 * 5 / 6.5)
-
     def test_two_tokens_by_hand(self):
         x = torch.tensor([1.0, 3.0], dtype=torch.float64).view(1, 1, 2, 1)
         out, state = linear_attention(x, x, x, eps=0.0, return_state=True)

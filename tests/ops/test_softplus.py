@@ -16,13 +16,10 @@ from longspan.compat.fla.models.mixer import Call
 from longspan.compat.transformers import mamba, mamba2, rglru
 from longspan.ops import tensors
 from longspan.ops.native.call import available
+from support.tensors import data as draw
 
 VALUES = {torch.float32: (1e2, 1e4, 3e38), torch.bfloat16: (1e2, 1e4, 3e38), torch.float16: (1e2, 1e4)}
 B, N, SIZE, STATES = 2, 5, 4, 3
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 RATES = -draw(SIZE, STATES, seed=9).abs().float()

@@ -11,15 +11,10 @@ import torch
 
 import longspan
 from longspan import backend
-from longspan.ops.native import build
 from longspan.ops.native.build import openmp, toolchain
+from longspan.ops.native.call import available
 
-try:
-    build.load("linear/forward")
-    REASON = ""
-except build.Unavailable as error:
-    REASON = str(error)
-pytestmark = pytest.mark.skipif(bool(REASON), reason=f"no native kernels here: {REASON}")
+pytestmark = pytest.mark.skipif(not available("linear"), reason="no native kernels here")
 needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="it forks, or reads /proc")
 
 try:

@@ -106,29 +106,6 @@ def test_the_dense_form_is_a_softmax_over_the_allowed_keys():
         torch.testing.assert_close(found[i], right, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("text", ["band(5)", "band(3, right=4) | globals(2)", "causal & random(3)"])
-class TestRagged:
-    def test_masked_tokens_do_not_exist(self, text):
-        q, k, v = inputs(41)
-        mask = torch.rand(2, 41, generator=torch.Generator().manual_seed(1)) < 0.7
-        out = sparse.attend(q, k, v, patterns.parse(text), mask=mask)
-        assert not out.transpose(1, 2)[~mask].any()
-        for b in range(2):
-            x = [t[b : b + 1][:, :, mask[b]] for t in (q, k, v)]
-            agree(out[b : b + 1][:, :, mask[b]], sparse.attend(*x, patterns.parse(text)), (q, k, v))
-
-    def test_packed_sequences_are_separate(self, text):
-        q, k, v = inputs(41)
-        ends = ((7, 8, 30, 41), (20, 40, 41, 41))
-        segments = torch.stack([torch.bucketize(torch.arange(41), torch.tensor(e), right=True) for e in ends])
-        out = sparse.attend(q, k, v, patterns.parse(text), segments=segments)
-        for b, row in enumerate(ends):
-            for start, end in zip((0, *row), row, strict=False):
-                x = [t[b : b + 1, :, start:end] for t in (q, k, v)]
-                right = sparse.attend(*x, patterns.parse(text))
-                torch.testing.assert_close(out[b : b + 1, :, start:end], right, rtol=0, atol=1e-12)
-
-
 class Slope:
     """A score that depends on the query and on a parameter."""
 

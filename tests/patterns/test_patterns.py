@@ -176,22 +176,6 @@ def test_block_order_is_raster_order_of_blocks():
     assert torch.equal(local2d((6, 8), (0, 0), 8).dense(48)[0], torch.ones(48, 48, dtype=torch.bool))
 
 
-def test_in_raster_order_the_same_rectangle_would_show_the_future():
-    order = block_order(4, 4, (2, 2))
-    raster = (local2d((2, 2), (0, 2), 4) & causal()).dense(16)[0][order.argsort()][:, order.argsort()]
-    assert raster.triu(1).any()
-
-
-def test_two_layers_of_the_sparse_transformer_reach_the_whole_past():
-    past = torch.ones(N, N).tril() > 0
-    a, b = ((causal() & p).dense(N)[0].double() for p in (band(6), strided(7)))
-    assert torch.equal(b @ a > 0, past)
-    both = (causal() & (block(7) | fixed(7, 2))).dense(N)[0].double()
-    assert torch.equal(both @ both > 0, past)
-    local, summaries = ((causal() & p).dense(N)[0].double() for p in (block(7), fixed(7, 2)))
-    assert not torch.equal(summaries @ local > 0, past)
-
-
 def test_heads_and_layers_choose_in_turn():
     a, b, c = band(3), strided(5), block(7)
     chosen = by_head(a, by_layer(b, c))

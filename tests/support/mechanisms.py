@@ -3,6 +3,7 @@
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import longspan
@@ -50,3 +51,22 @@ def wave(distance, dim):
     """Sines and cosines of a distance, as in Transformer-XL."""
     angles = [distance / 10000 ** (2 * (c // 2) / dim) for c in range(dim)]
     return torch.tensor([math.cos(a) if c % 2 else math.sin(a) for c, a in enumerate(angles)], dtype=torch.float64)
+
+
+def state_space(module, u, level=lambda i, j: 1.0):
+    """Mamba-2 as sums over pairs, each weighed by its decay and ``level(i, j)`` (B,H): u (B,N,dim) -> (B,N,dim)."""
+    heads, groups, width = module.heads, module.key_heads, module.value.out_features
+    mixed = torch.cat([module.value(u), module.key(u), module.query(u)], -1).mT
+    mixed = F.conv1d(F.pad(mixed, (3, 0)), module.mix.weight[:, None], module.shift, groups=mixed.shape[1]).mT
+    x, *both = F.silu(mixed).split([width, module.channels * groups, module.channels * groups], -1)
+    x = x.unflatten(-1, (heads, -1))
+    b, c = (t.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 2) for t in both)
+    dt = F.softplus(module.dt(u) + module.dt_bias)
+    y = torch.zeros_like(x)
+    for i in range(u.shape[1]):
+        for j in range(i + 1):
+            decay = (-module.a_log.exp() * dt[:, j + 1 : i + 1].sum(1)).exp()
+            y[:, i] += (level(i, j) * (c[:, i] * b[:, j]).sum(-1) * decay * dt[:, j])[..., None] * x[:, j]
+    y = (y + module.skip[:, None] * x).flatten(-2) * F.silu(module.out_gate(u))
+    y = F.rms_norm(y.unflatten(-1, (groups, -1)), (width // groups,), None, 1e-5).flatten(-2)
+    return module.out(y * module.scale)

@@ -165,8 +165,6 @@ MUTANTS = {
     "a prefill one position off": (linear_module, "positions", positions_from_one, ROTARY, CUT),
     "a cache one slot short": (kv_cache, "_extend_even", cache_one_short, "softmax", CUT),
     "a step blind to its own token": (kv_cache, "_extend_even", blind_to_itself, "softmax", CUT),
-    "packed rows whose results are not looked at": (isolated, "finite", lambda *given: True, "average", "content"),
-    "packed rows whose gradients are not kept": (isolated, "_keep", lambda *given: None, "realformer", "content"),
     "packed sequences that start with a state": (isolated, "_alone", starting_with_the_state, "linear", "content"),
     "a gradient that is clamped": (AdaptiveSpan, "_fixed", spans_clamped_backwards, SPANS, "additive"),
     "a prefix that is written twice": (prefix, "fold", prefix_written_twice, "linear", "prefix_mode"),

@@ -31,32 +31,28 @@ X = torch.randn(2, 13, 12, dtype=torch.float64, generator=torch.Generator().manu
 CONTEXT = torch.randn(2, 7, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
 
-def test_softmax_is_torchs_multihead_attention(theirs):
-    expected, weights = theirs(X, X, X, average_attn_weights=False)
+MASK = torch.arange(13) < torch.tensor([[13], [8]])
+SEEN = torch.arange(7) < torch.tensor([[7], [4]])
+
+
+@pytest.mark.parametrize(
+    ("causal", "keys", "ours", "torchs"),
+    [
+        (False, X, {}, {}),
+        # In torch, True hides.
+        (True, X, {}, {"attn_mask": torch.ones(13, 13, dtype=torch.bool).triu(1)}),
+        (False, X, {"mask": MASK}, {"key_padding_mask": ~MASK}),
+        (True, CONTEXT, {"context": CONTEXT, "context_mask": SEEN}, {"key_padding_mask": ~SEEN}),
+    ],
+    ids=["plain", "causal", "padded", "across"],
+)
+def test_softmax_is_torchs_multihead_attention(theirs, causal, keys, ours, torchs):
+    expected, weights = theirs(X, keys, keys, average_attn_weights=False, **torchs)
     record = {}
-    y, _ = converted(theirs, causal=False)(X, record=record)
-    torch.testing.assert_close(y, expected, atol=1e-12, rtol=0)
-    torch.testing.assert_close(record["matrix"], weights, atol=1e-12, rtol=0)
-
-
-def test_causal_softmax_is_torchs_with_a_causal_mask(theirs):
-    future = torch.ones(13, 13, dtype=torch.bool).triu(1)  # theirs: True = must not be seen
-    expected, _ = theirs(X, X, X, attn_mask=future)
-    torch.testing.assert_close(converted(theirs, causal=True)(X)[0], expected, atol=1e-12, rtol=0)
-
-
-def test_padding_is_torchs_key_padding_mask(theirs):
-    mask = torch.arange(13) < torch.tensor([[13], [8]])
-    expected, _ = theirs(X, X, X, key_padding_mask=~mask)
-    y, _ = converted(theirs, causal=False)(X, mask=mask)
-    torch.testing.assert_close(y[mask], expected[mask], atol=1e-12, rtol=0)
-
-
-def test_cross_attention_is_torchs(theirs):
-    mask = torch.arange(7) < torch.tensor([[7], [4]])
-    expected, _ = theirs(X, CONTEXT, CONTEXT, key_padding_mask=~mask)
-    y, _ = converted(theirs, causal=True)(X, context=CONTEXT, context_mask=mask)
-    torch.testing.assert_close(y, expected, atol=1e-12, rtol=0)
+    y, _ = converted(theirs, causal)(X, record=record, **ours)
+    real = ours.get("mask", torch.ones(2, 13, dtype=torch.bool))
+    for found, right in ((y, expected), (record["matrix"].transpose(1, 2), weights.transpose(1, 2))):
+        torch.testing.assert_close(found[real], right[real], atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("prenorm", [True, False])
