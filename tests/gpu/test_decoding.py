@@ -22,7 +22,7 @@ from longspan.models.decoder import Decoder
 from longspan.models.seq2seq import Seq2Seq
 from longspan.states import fix_capacity
 
-SIZES = {"dim": 24, "depth": 2, "heads": 2, "feedforward": 12, "vocab": 7}
+SIZES = {"dim": 24, "depth": 1, "heads": 2, "feedforward": 12, "vocab": 7}
 # These decode by sums or windows, or with a cache of fixed capacity.
 NEEDED = (
     "linear performer rfa retention gla ssd deltanet gated_deltanet kda softmax local infini average fast_weights"
@@ -32,7 +32,7 @@ KINDS = [
     {"attention": "softmax", "positions": "sinusoidal"},
     {"attention": "softmax", "stack": "universal(steps=2)"},
     {"attention": "softmax", "stack": "act(steps=2)"},
-    {"attention": "linear; softmax", "stack": "reversible"},
+    {"attention": "linear; softmax", "depth": 2, "stack": "reversible"},
     {"attention": "gla", "tied": True},
 ]
 CROSS = [name for name, cls in sorted(REGISTRY.items()) if cls.contexts and name in static_step.CAPTURABLE]

@@ -1,6 +1,7 @@
 """Facts about mechanisms, read from their classes or measured, for ``list`` and ``show``."""
 
 import contextlib
+import functools
 import inspect
 import re
 from collections.abc import Callable, Sequence
@@ -246,7 +247,7 @@ def pattern_of(text: str, dim: int, heads: int) -> Pattern:
         attention = build(text, dim, heads, causal="causal" in cls.directions)
     pattern = _pattern(attention)
     if pattern is None:
-        having = ", ".join(n for n in list_mechanisms() if _has_pattern(n))
+        having = ", ".join(filter(_has_pattern, list_mechanisms()))
         raise ValueError(
             f"{text} has no pattern to draw: it reads all keys, or its choice depends on more than positions; "
             f"mechanisms with a pattern: {having}"
@@ -254,6 +255,7 @@ def pattern_of(text: str, dim: int, heads: int) -> Pattern:
     return pattern
 
 
+@functools.cache
 def _has_pattern(name: str) -> bool:
     cls = REGISTRY[name]
     with torch.random.fork_rng(devices=[]):

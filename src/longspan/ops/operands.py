@@ -114,6 +114,32 @@ def double_backward(
     return [next(found) if t is not None and t.requires_grad else None for t in inputs]
 
 
+def with_higher_derivatives(y: Tensor, plain: Callable[..., Tensor], *operands: Tensor | None) -> Tensor:
+    """Return y, which has a first derivative alone, with all derivatives of ``plain(*operands)``, which equals it."""
+    found: Any = _Higher.apply(y, plain, *operands)
+    return found
+
+
+class _Higher(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(y: Tensor, plain: Callable[..., Tensor], *operands: Tensor | None) -> Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, ctx.plain, *operands = inputs
+        ctx.save_for_backward(*operands)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        operands = ctx.saved_tensors
+        if not torch.is_grad_enabled():
+            return (*grads, *[None] * (1 + len(operands)))
+        return None, None, *double_backward(lambda *t: ctx.plain(*t).to(grads[0].dtype), operands, grads)
+
+
 def mark_overwritten(*tensors: Tensor) -> None:
     """Increment the autograd version of tensors that a kernel has changed in place.
 

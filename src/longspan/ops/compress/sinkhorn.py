@@ -4,14 +4,12 @@ b is the number of tokens in a block, U the number of query blocks, V the number
 or float64.
 """
 
-from typing import Any, cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends import select_backend
-from ..operands import double_backward, transformed
+from ..operands import transformed, with_higher_derivatives
 from ..tensors import upcast_half
 
 EMPTY = -1e30  # log of a weight of 0; finite, so that differences are not NaN
@@ -74,35 +72,16 @@ def balance_causal(scores: Tensor, before: Tensor, allowed: Tensor) -> tuple[Ten
 
 def _logcumsumexp(logs: Tensor) -> Tensor:
     """``logs.logcumsumexp(2)`` with a second derivative; torch's takes the logarithm of zeros."""
-    if torch.compiler.is_compiling():
-        return logs.logcumsumexp(2)
-    return _logcumsumexp_pairs(logs) if transformed() else cast(Tensor, _LogCumSumExp.apply(logs))
+    if transformed() and not torch.compiler.is_compiling():
+        return _logcumsumexp_pairs(logs)
+    y = logs.logcumsumexp(2)
+    return y if torch.compiler.is_compiling() else with_higher_derivatives(y, _logcumsumexp_pairs, logs)
 
 
 def _logcumsumexp_pairs(logs: Tensor) -> Tensor:
     n = logs.shape[2]
     later = torch.ones(n, n, dtype=torch.bool, device=logs.device).triu(1)
     return logs[:, :, None].masked_fill(later[..., None], -torch.inf).logsumexp(3)
-
-
-class _LogCumSumExp(torch.autograd.Function):
-    """First derivative of torch; a second derivative goes through all pairs of rows."""
-
-    @staticmethod
-    def forward(ctx: Any, logs: Tensor) -> Tensor:
-        ctx.save_for_backward(logs)
-        return logs.logcumsumexp(2)
-
-    @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (one gradient for the one output)
-        ctx: Any, grad: Tensor
-    ) -> Tensor | None:
-        (logs,) = ctx.saved_tensors
-        if torch.is_grad_enabled():
-            return double_backward(_logcumsumexp_pairs, (logs,), (grad,))[0]
-        with torch.enable_grad():
-            own = logs.detach().requires_grad_()
-            return torch.autograd.grad(own.logcumsumexp(2), own, grad)[0]
 
 
 def mix(sort: Tensor, x: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,13 +1,13 @@
 """Softmax attention over the keys that a mask allows."""
 
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..backends import select_backend
-from ..operands import double_backward, materialize_neg, transformed
+from ..operands import materialize_neg, transformed, with_higher_derivatives
 
 
 def attend(
@@ -32,14 +32,18 @@ def attend(
     q, k, v = materialize_neg(q, k, v)
     # Fused kernels have no forward-mode derivatives.
     if select_backend("softmax attention") == "reference" or transformed():
-        p, _ = weights(q, k, mask=mask, causal=causal)
-        return F.dropout(p, dropout) @ repeat(v, q.shape[1])
+        return _plain(causal, q, k, v, mask, dropout)
     if q.shape[2] == 1 and mask is None and dropout == 0:
         return _one_query(q, k, v)
     o = _fused(q, k, v, mask, causal, dropout)
     if dropout == 0 and o.requires_grad and not torch.compiler.is_compiling():
-        o = _Twice.apply(o, q, k, v, mask, causal)
+        # torch's fused kernels have first derivatives only.
+        o = with_higher_derivatives(o, partial(_plain, causal), q, k, v, mask)
     return o
+
+
+def _plain(causal: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0) -> Tensor:
+    return F.dropout(weights(q, k, mask=mask, causal=causal)[0], dropout) @ repeat(v, q.shape[1])
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float) -> Tensor:
@@ -53,35 +57,6 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, d
         q, k, v, attn_mask=mask | blind, dropout_p=dropout, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out.masked_fill(blind, 0.0)
-
-
-class _Twice(torch.autograd.Function):
-    """Identity on o = attend(q, k, v) that adds higher derivatives, computed by plain operations.
-
-    torch's fused kernels have first derivatives only, which still flow through o.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(o: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-        return o.view_as(o)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, *tensors, ctx.causal = inputs
-        ctx.save_for_backward(*tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        if not torch.is_grad_enabled():
-            return (*grads, None, None, None, None, None)
-        q, k, v, mask = ctx.saved_tensors
-
-        def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return (weights(q, k, mask=mask, causal=ctx.causal)[0] @ repeat(v, q.shape[1])).to(grads[0].dtype)
-
-        return None, *double_backward(plain, (q, k, v), grads), None, None
 
 
 def weights(q: Tensor, k: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> tuple[Tensor, Tensor]:
