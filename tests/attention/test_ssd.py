@@ -1,4 +1,4 @@
-"""State-space duality as the paper's equations over all pairs."""
+"""State-space duality as the paper's equations over all pairs; where its decays start, and those of its kin."""
 
 import pytest
 import torch
@@ -15,12 +15,22 @@ def test_is_the_semiseparable_matrix(key_heads, heads):
     torch.testing.assert_close(module(u)[0], state_space(module, u))
 
 
-def test_initialization():
-    module, _ = seeded("ssd", 64, 64, seed=1)
-    a, dt = module.a_log.exp(), F.softplus(module.dt_bias)
+@pytest.mark.parametrize(
+    ("spec", "low", "high"),
+    [("gated_deltanet", 0, 16), ("kda", 1, 16), ("kda(lower_bound=-5.0)", 1, 1), ("ssd", 1, 16)],
+)
+def test_decays_start_where_the_papers_put_them(spec, low, high):
+    module, _ = seeded(spec, 512, 128)
+    rate, step = module.a_log.exp(), F.softplus(module.dt_bias)
+    assert low <= rate.min() < low + 1
+    assert rate.max() <= high + 1e-5
+    assert rate.mean().item() == pytest.approx((low + high) / 2, rel=0.15)
+    assert 0.999e-3 <= step.min() <= step.max() <= 0.1001
+    assert step.log10().mean().item() == pytest.approx(-2, abs=0.15)
+    assert module.a_log.isfinite().all()
+
+
+def test_sizes_and_skip_follow_the_paper():
+    module, _ = seeded("ssd", 64, 64)
     assert (module.channels, module.key_heads, module.value.out_features) == (128, 1, 128)
-    assert 1 <= a.min() < 2
-    assert 15 < a.max() <= 16
-    assert 1e-3 <= dt.min() < 2e-3
-    assert 0.05 < dt.max() <= 0.1
     assert module.skip.eq(1).all()

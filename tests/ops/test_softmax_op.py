@@ -81,10 +81,6 @@ class TestSimilarity:
     q, k = randn(2, 2, 13, 3), randn(2, 2, 13, 3, seed=1)
     all = torch.ones(13, 13, dtype=torch.bool)
 
-    def test_exp_is_softmax(self):
-        p = similarity.weights(self.q, self.k, self.all.tril(), similarity="exp", **self.options)
-        torch.testing.assert_close(p, dense.weights(self.q, self.k, causal=True)[0])
-
     def test_rbf_is_softmax_with_a_bias_of_the_key(self):
         p = similarity.weights(self.q, self.k, self.all, similarity="rbf", **self.options | {"bandwidth": 2.0})
         distance = torch.cdist(self.q, self.k).square()
