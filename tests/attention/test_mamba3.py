@@ -7,13 +7,12 @@ import torch
 import torch.nn.functional as F
 
 import longspan
-from support.mechanisms import DIM, B, N, fill, seeded
-from support.tensors import merge_heads
+from support.mechanisms import DIM, B, N, fill, seeded, three_terms
 
 
 def recurrence(module, x):
-    """The three-term recurrence, with complex numbers for the rotations."""
-    heads, groups, pairs = module.heads, module.key_heads, module.angles
+    """``three_terms`` of what the weights make of x."""
+    heads, groups = module.heads, module.key_heads
     v = module.value(x).unflatten(-1, (heads, -1))
     dt = F.softplus(module.dt(x) + module.dt_bias)
     keep = torch.exp(-F.softplus(module.decay(x)).clamp(min=1e-4) * dt)
@@ -22,21 +21,12 @@ def recurrence(module, x):
 
     def prepared(t, scale, bias):
         t = F.rms_norm(t.unflatten(-1, (groups, -1)), (module.channels,), scale, 1e-5)
-        t = t.repeat_interleave(heads // groups, 2) + bias
-        turned = torch.view_as_complex(t[..., : 2 * pairs].unflatten(-1, (pairs, 2)).contiguous())
-        turned = torch.view_as_real(turned * torch.polar(torch.ones_like(theta), theta)).flatten(-2)
-        return torch.cat([turned, t[..., 2 * pairs :]], -1)
+        return t.repeat_interleave(heads // groups, 2) + bias
 
     k = prepared(module.key(x), module.key_scale, module.key_bias)
     q = prepared(module.query(x), module.query_scale, module.query_bias)
-    state, out = torch.zeros(len(x), heads, module.channels, module.size).double(), []
-    pair = torch.zeros_like(state)
-    for t in range(x.shape[1]):
-        a, step, share = (s[:, t, :, None, None] for s in (keep, dt, blend))
-        new = k[:, t, :, :, None] * v[:, t, :, None]
-        state, pair = a * state + (1 - share) * step * a * pair + share * step * new, new
-        out.append((state * q[:, t, :, :, None]).sum(-2) + module.skip[:, None] * v[:, t])
-    return module.out(merge_heads(torch.stack(out, 2)) * F.silu(module.out_gate(x)))
+    out = three_terms(q, k, v, theta, keep, dt, blend) + module.skip[:, None] * v
+    return module.out(out.flatten(-2) * F.silu(module.out_gate(x)))
 
 
 @pytest.mark.whole
