@@ -62,6 +62,15 @@ def flat_bells(module):
     nn.init.constant_(module.b, -0.7)
 
 
+def never_forget(module):
+    nn.init.zeros_(module.forget.weight)
+    nn.init.constant_(module.forget.bias, 80.0)
+
+
+def never_decay(module):
+    nn.init.constant_(module.a_log, -math.inf)
+
+
 SWAP = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
 LIMITS = (
     # As many keys, clusters, nodes or active queries as tokens.
@@ -114,9 +123,13 @@ LIMITS = (
         for share in ("none", "headwise", "key-value")
     ),
     # Scores without what distance adds, and with it for any number of tokens.
+    Limit("kernel", "softmax"),
     Limit("gaussian(kind='fixed')", "softmax", flat_bells),
     Limit("relative", "transformer_xl(memory=29)"),
     Limit("relative(clamp=4)", "transformer_xl(memory=29, clamp=4)"),
+    # Without forgetting.
+    Limit("forgetting(kv_heads=1)", "softmax(kv_heads=1)", never_forget),
+    Limit("gated_deltanet(expand_v=1.0, gate=False)", "deltanet", never_decay),
     # Mixtures of heads that undo each other.
     Limit("talking_heads", "softmax", mix(torch.eye(2), torch.eye(2))),
     Limit("talking_heads", "softmax", mix(SWAP, SWAP)),

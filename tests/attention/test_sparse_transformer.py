@@ -25,17 +25,6 @@ def test_it_equals_the_papers_sets(kind, sizes):
     agree(build(spec % "per_head"), data(), torch.stack([near, far]))
 
 
-def test_with_one_set_for_all_heads_the_integrations_coincide():
-    """With stride 1, merged and the head of A2 see the whole past; A1 is only the token."""
-    agree(build("sparse_transformer(block=1, integration='merged')"), data(), past())
-    agree(build("sparse_transformer(block=1)"), data(), torch.stack([torch.eye(N).bool(), past()]))
-    one, near = (
-        build("sparse_transformer(block=5)", heads=1),
-        "sparse_transformer(block=5, integration='interleaved')",
-    )
-    assert one.key_pattern.dense(N).equal(build(near, heads=1).key_pattern.dense(N))
-
-
 def test_summary_heads_have_different_sub_blocks():
     sees = build("sparse_transformer(kind='fixed', block=7, summary=2)", heads=8, dim=8).key_pattern.dense(N, heads=8)
     parts = ((5, 6), (3, 4), (1, 2), (5, 6))

@@ -1,6 +1,4 @@
-"""Transformer-XL against loops over all pairs, against XLNet's attention, and its memory."""
-
-import types
+"""Transformer-XL against loops over all pairs, and its memory."""
 
 import pytest
 import torch
@@ -111,41 +109,6 @@ def test_absorbed_projections_give_the_same(options):
     module.key.register_forward_hook(lambda *_: called.append(1))
     module(x[:, 9:10], state)
     assert called
-
-
-@pytest.mark.parametrize(("bidirectional", "split"), [(True, 0), (False, 0), (False, 9)])
-def test_it_is_xlnets_attention(bidirectional, split):
-    """XLNet of transformers: all sines of r first, and distances of both signs if bidirectional."""
-    xlnet = pytest.importorskip("transformers.models.xlnet.modeling_xlnet")
-    config = types.SimpleNamespace(d_model=DIM, n_head=HEADS, d_head=DIM // HEADS, layer_norm_eps=0.0, dropout=0.0)
-    other, module = xlnet.XLNetRelativeAttention(config).double(), build(f"memory={N}", causal=not bidirectional)
-    x = data(1, N, DIM)
-    sines_first = torch.cat([torch.arange(0, DIM, 2), torch.arange(1, DIM, 2)])
-
-    def heads(weight):
-        return weight.mT.unflatten(-1, (HEADS, -1))
-
-    with torch.no_grad():
-        for name, weight in (("q", module.query), ("k", module.key), ("v", module.value)):
-            getattr(other, name).copy_(heads(weight.weight))
-        other.r.copy_(heads(module.distance.weight[:, sines_first]))
-        other.o.copy_(module.out.weight.unflatten(-1, (HEADS, -1)))
-        other.r_w_bias.copy_(module.u)
-        other.r_r_bias.copy_(module.v)
-        queries, keys = N - split, N
-        # Its distances begin one before the first key; its shift drops that one.
-        first, last = keys, -queries if bidirectional else -1
-        rates = 10000 ** (-torch.arange(0, DIM, 2, dtype=torch.float64) / DIM)
-        angles = torch.arange(first, last, -1, dtype=torch.float64)[:, None] * rates
-        r = torch.cat([angles.sin(), angles.cos()], -1)[:, None]
-        hidden = torch.ones(queries, keys).triu(split + 1)[:, :, None, None].double()
-        h, tokens = x[0, split:, None], x[0, :, None]
-        k, v = (torch.einsum("ibh,hnd->ibnd", tokens, w) for w in (other.k, other.v))
-        q, far = (torch.einsum("ibh,hnd->ibnd", t, w) for t, w in ((h, other.q), (r, other.r)))
-        read = other.rel_attn_core(q, k, v, far, attn_mask=None if bidirectional else hidden)
-        expected = torch.einsum("ibnd,hnd->ibh", read, other.o)[:, 0]
-    y = module(x)[0] if not split else in_parts(module, x, [split, N - split])[0]
-    torch.testing.assert_close(y[0, split:], expected, rtol=1e-10, atol=1e-10)
 
 
 def test_a_damaged_count_is_refused():

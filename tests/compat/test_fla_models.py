@@ -13,6 +13,7 @@ from fla_laws import IDS, LAWS, build, close, convolved, named_early, rms, saved
 from fla_original import CASES, SMALL
 from longspan.compat import fla
 from longspan.compat.fla.models.mixer import Call
+from support.mechanisms import pairs_of_tokens, three_terms
 
 
 def made(case):
@@ -308,23 +309,18 @@ def log_linear_mamba2(layer, x, options):
     b, c = (t.view(tokens, groups, -1).repeat_interleave(count // groups, 1) for t in (b, c))
     dt = F.softplus(dt + layer.dt_bias)
     weight = F.softplus(layer.L * level.view(tokens, count, 15))
-    rows = []
-    for t in range(tokens):
-        o = layer.D[:, None] * v[t]
-        for s in range(t + 1):
-            decay = (-layer.A_log.exp() * dt[s + 1 : t + 1].sum(0)).exp()
-            pair = weight[t, :, (t ^ s).bit_length()] * decay * (c[t] * b[s]).sum(-1) * dt[s]
-            o = o + pair[:, None] * v[s]
-        rows.append(o)
-    y = (torch.stack(rows).flatten(1) * F.silu(z)).view(tokens, groups, -1)
+    given = (t[None] for t in (v, b, c, dt))
+    y = pairs_of_tokens(*given, -layer.A_log.exp(), lambda t, s: weight[t, :, (t ^ s).bit_length()])[0]
+    y = y + layer.D[:, None] * v
+    y = (y.flatten(1) * F.silu(z)).view(tokens, groups, -1)
     y = (y / (y.square().mean(-1, keepdim=True) + options["norm_eps"]).sqrt()).flatten(1) * layer.norm.weight
     return y @ layer.out_proj.weight.T + (layer.out_proj.bias if options.get("use_bias") else 0)
 
 
 def mamba3(layer, x, options):
-    """The rule with three terms token by token, with complex numbers for the rotations."""
+    """``three_terms`` of what the weights make of x."""
     defaults = {"n_groups": 1, "expand": 2, "norm_eps": 1e-5, "rope_fraction": 0.5, "A_floor": 1e-4}
-    tokens, options = len(x), defaults | options
+    options = defaults | options
     width, size, keys, groups = options["expand"] * 32, options["head_dim"], options["state_size"], options["n_groups"]
     count, pairs = width // size, int(keys * options["rope_fraction"]) // 2
     mixed = F.linear(x, layer.in_proj.weight, layer.in_proj.bias)
@@ -338,21 +334,11 @@ def mamba3(layer, x, options):
 
     def prepared(t, norm, bias):
         t = F.rms_norm(t.unflatten(-1, (groups, keys)), (keys,), norm.weight, options["norm_eps"])
-        t = t.repeat_interleave(count // groups, 1) + bias[:, 0]
-        turned = torch.view_as_complex(t[..., : 2 * pairs].unflatten(-1, (pairs, 2)).contiguous())
-        turned = torch.view_as_real(turned * torch.polar(torch.ones_like(theta), theta)).flatten(-2)
-        return torch.cat([turned, t[..., 2 * pairs :]], -1)
+        return t.repeat_interleave(count // groups, 1) + bias[:, 0]
 
     k, q = prepared(b, layer.B_norm, layer.B_bias), prepared(c, layer.C_norm, layer.C_bias)
     v = v.unflatten(-1, (count, size))
-    state = pair = torch.zeros(count, keys, size, dtype=torch.float64)
-    rows = []
-    for t in range(tokens):
-        a, step, share = (s[t, :, None, None] for s in (decay, dt, trap))
-        new = k[t, :, :, None] * v[t, :, None]
-        state, pair = a * state + (1 - share) * step * a * pair + share * step * new, new
-        rows.append((state * q[t, :, :, None]).sum(-2) + layer.D[:, None] * v[t])
-    y = torch.stack(rows)
+    y = three_terms(*(t[None] for t in (q, k, v, theta, decay, dt, trap)))[0] + layer.D[:, None] * v
     if options.get("is_outproj_norm"):
         y = F.rms_norm(y, (size,), None, options["norm_eps"]) * layer.norm.weight.view(count, size)
     return F.linear(y.flatten(1) * F.silu(z), layer.out_proj.weight, layer.out_proj.bias)

@@ -158,27 +158,6 @@ def test_numbers_that_are_none_stay_in_their_segment_under_a_transform(name, ope
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize("name", SUMS)
-@pytest.mark.parametrize("used", [(1,), (0, 1)], ids=str)
-def test_gradients_that_are_none_stay_in_their_segment(name, used):
-    """Those of the state alone, and those of the output too."""
-    family, kept = FAMILIES[name], ~SPOILT
-
-    def gradients(factor):
-        leaves = {k: t.detach().requires_grad_() if k != "state" else t for k, t in operands(name).items()}
-        outputs = family.run("torch", leaves, segments=SEGMENTS)
-        above = [torch.ones_like(t) for t in outputs]
-        above[0].movedim(2, 1)[SPOILT] *= factor
-        above[1][SPOILT[:, -1]] *= factor
-        inputs = [t for k, t in leaves.items() if k != "state" and (k != "query" or used != (1,))]
-        found = torch.autograd.grad([outputs[i] for i in used], inputs, [above[i] for i in used])
-        return [t.movedim(2, 1)[kept] for t in found]
-
-    for a, b in zip(gradients(torch.nan), gradients(1.0), strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.whole
 @pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_a_donated_state_is_not_read_twice(name, kind):
     """A token with a segment, of which one row is NaN: the other rows continue the state that came in."""

@@ -9,7 +9,7 @@ from longspan import backend, linear_attention
 from longspan.ops.linear import recurrence
 from longspan.ops.native.call import available
 from longspan.ops.segments import cut
-from ops.families import FAMILIES, assert_close, cast
+from ops.families import FAMILIES, cast
 
 
 def numbers(n, seed=0, dtype=torch.float64, b=2, h=2, d=3, e=5):
@@ -29,11 +29,6 @@ def test_the_kernels_take_any_number_of_features(d, e):
     found = SUM.outcome("native", given, scale=1.0)
     for name, right in SUM.outcome("reference", cast(given, torch.float64), scale=1.0).items():
         assert (found[name] - right).norm() <= 1e-6 * right.norm()
-
-
-def test_several_true_spans():
-    given = SUM.operands(2053)
-    assert_close(SUM.run("torch", given), SUM.run("reference", given), 1e-10)
 
 
 @pytest.mark.parametrize("n", [1, 2, 63, 64, 65, 1023, 1024, 1025, 1100, 4097])
@@ -85,19 +80,6 @@ def test_an_unknown_backend_is_refused_and_the_choice_ends_with_the_block():
 
 
 class TestLinearAttention:
-    def test_two_tokens_by_hand(self):
-        x = torch.tensor([1.0, 3.0], dtype=torch.float64).view(1, 1, 2, 1)
-        out, state = linear_attention(x, x, x, eps=0.0, return_state=True)
-        # phi = 2, 4: the second row weighs 8 and 16.
-        torch.testing.assert_close(out.flatten(), torch.tensor([1.0, (8 * 1 + 16 * 3) / 24], dtype=torch.float64))
-        torch.testing.assert_close(state.flatten(), torch.tensor([2 * 1 + 4 * 3, 2 + 4], dtype=torch.float64))
-
-    def test_cross_attention_reads_all_real_keys(self):
-        q, k, v, _ = numbers(29)
-        mask = torch.arange(29).expand(2, -1) < torch.tensor([[29], [11]])
-        out = linear_attention(q[:, :, :5], k, v, causal=False, mask=mask)
-        torch.testing.assert_close(out[1:], linear_attention(q[1:, :, :5], k[1:, :, :11], v[1:, :, :11], causal=False))
-
     def test_a_callable_map(self):
         q, k, v, _ = numbers(29)
         torch.testing.assert_close(

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 import longspan
 from longspan import backend
@@ -103,27 +102,6 @@ class TestEqualsTheDefinition:
         close(found, definition(inputs, [grad, grad_state], **options))
 
 
-class TestPrecision:
-    @pytest.mark.parametrize("feature_map", MAPS)
-    @pytest.mark.parametrize(("n", "d", "e"), [(1, 13, 11), (71, 13, 11), (67, 64, 41)])
-    def test_only_inputs_and_outputs_of_half_precision_are_rounded(self, feature_map, n, d, e):
-        *inputs, grad, grad_state = operands(n, d, e, dtype=torch.bfloat16)
-        options = {"feature_map": feature_map, **arguments("mask", n)}
-        found, wanted = (f(inputs, [grad, grad_state], **options) for f in (everything, definition))
-        assert [t.dtype for t in found] == [t.dtype for t in (inputs[2], grad_state, *inputs)]
-        unit = torch.finfo(torch.bfloat16).eps
-        close(found[:1], wanted[:1], unit / 2 + ROUNDED)
-        close(found[1:2], wanted[1:2])
-        # The gradient through the denominator is computed from the rounded output.
-        close(found[2:], wanted[2:], 2 * unit)
-
-    def test_autocast_leaves_it_alone(self):
-        *inputs, grad, grad_state = operands(45)
-        expected = everything(inputs, [grad, grad_state])
-        with torch.autocast("cpu", torch.bfloat16):
-            equal(everything(inputs, [grad, grad_state]), expected)
-
-
 class TestWhatIsReadAndKept:
     def test_a_number_that_is_none_stays_in_its_future_and_its_segment(self):
         q, k, v, *_ = operands(71)
@@ -134,14 +112,6 @@ class TestWhatIsReadAndKept:
         assert spoilt[0, 1, 40:51].all()
         assert spoilt.sum() == 11
         assert state.isfinite().all()
-
-    def test_leaves_what_it_is_given(self):
-        *inputs, grad, grad_state = operands(45)
-        before = [t.clone() for t in (*inputs, grad, grad_state)]
-        _, after = call(*inputs, donate=True)
-        everything(inputs, [grad, grad_state])
-        equal((*inputs, grad, grad_state), before)
-        assert after.data_ptr() != inputs[3].data_ptr()
 
     def test_the_backward_pass_keeps_inputs_outputs_and_denominators(self):
         saved = {}
@@ -169,15 +139,6 @@ class TestDerivatives:
             upstream = (grad, grad_state)[output].to(dtype)
             found.append(torch.autograd.grad(result, [leaves[i] for i in which], upstream))
         close(*found)
-
-    @pytest.mark.parametrize("reentrant", [False, True])
-    def test_gradient_checkpointing(self, reentrant):
-        *inputs, grad, grad_state = operands(71)
-        expected = everything(inputs, [grad, grad_state])
-        leaves = [t.detach().requires_grad_() for t in inputs]
-        outputs = checkpoint(call, *leaves, use_reentrant=reentrant)
-        torch.autograd.backward(outputs, [grad, grad_state])
-        equal([*outputs, *(t.grad for t in leaves)], expected)
 
 
 class TestCompilers:

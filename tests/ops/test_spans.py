@@ -8,7 +8,6 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from longspan import backend
 from longspan.ops import buffers, linear
@@ -101,12 +100,6 @@ class TestCausal:
         inputs = numbers(n, b=1, h=2)
         same(causal(*inputs, chunk=linear.causally.CHUNK), definition(*inputs), inputs, 1e-8)
 
-    def test_shared_memory_of_queries_keys_and_values(self, small):
-        """Slices of one projection, and one row for the whole batch."""
-        x = torch.randn(1, 50, 3, 2 * D + E, dtype=torch.float64, requires_grad=True)
-        inputs = [t.expand(2, -1, -1, -1).transpose(1, 2) for t in x.split([D, D, E], -1)]
-        same(causal(*inputs), definition(*inputs), [x])
-
     def test_merging_heads_is_a_view(self, small):
         out, _ = causal(*numbers(50))
         assert out.transpose(1, 2).is_contiguous()
@@ -135,24 +128,12 @@ class TestCausal:
             causal(*inputs, state, chunk=linear.causally.CHUNK)
         assert sum(saved.values()) <= n * (2 * D + E) + n * E + n + 4 * D * (E + 1)
 
-    def test_gradient_checkpointing(self, small):
-        inputs = numbers(50)
-        found = checkpoint(causal, *inputs, use_reentrant=False)
-        same(found, definition(*inputs), inputs)
-
     def test_autocast_leaves_it_alone(self, small):
         inputs = [x.detach().float() for x in numbers(50)]
         expected = causal(*inputs)
         with torch.autocast("cpu", torch.bfloat16):
             found = causal(*inputs)
         assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-
-    @traced
-    @pytest.mark.parametrize("given", [False, True], ids=["from nothing", "from a state and packed"])
-    def test_compiles_as_one_graph(self, given, small):
-        inputs = numbers(50)[: 3 + given]
-        arguments = {"mask": half_masked(50), "segments": packed(50)} if given else {}
-        same(compiled(causal)(*inputs, **arguments), causal(*inputs, **arguments), inputs, 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -53,8 +53,37 @@ def wave(distance, dim):
     return torch.tensor([math.cos(a) if c % 2 else math.sin(a) for c, a in enumerate(angles)], dtype=torch.float64)
 
 
+def pairs_of_tokens(x, b, c, dt, rate, level):
+    """The sum over pairs of Mamba-2, each weighed by its decay and ``level(i, j)`` (B,H): (B,N,H,.) -> (B,N,H,.)."""
+    y = torch.zeros_like(x)
+    for i in range(x.shape[1]):
+        for j in range(i + 1):
+            decay = (rate * dt[:, j + 1 : i + 1].sum(1)).exp()
+            y[:, i] += (level(i, j) * (c[:, i] * b[:, j]).sum(-1) * decay * dt[:, j])[..., None] * x[:, j]
+    return y
+
+
+def three_terms(q, k, v, theta, keep, dt, share):
+    """The recurrence of Mamba-3, with complex numbers for the rotations: (B,N,H,.) each -> (B,N,H,.)."""
+
+    def turned(t):
+        pairs = theta.shape[-1]
+        first = torch.view_as_complex(t[..., : 2 * pairs].unflatten(-1, (pairs, 2)).contiguous())
+        first = torch.view_as_real(first * torch.polar(torch.ones_like(theta), theta)).flatten(-2)
+        return torch.cat([first, t[..., 2 * pairs :]], -1)
+
+    q, k, rows = turned(q), turned(k), []
+    state = pair = torch.zeros(*k[:, 0].shape, v.shape[-1], dtype=v.dtype)
+    for t in range(v.shape[1]):
+        a, step, part = (s[:, t, :, None, None] for s in (keep, dt, share))
+        new = k[:, t, :, :, None] * v[:, t, :, None]
+        state, pair = a * state + (1 - part) * step * a * pair + part * step * new, new
+        rows.append((state * q[:, t, :, :, None]).sum(-2))
+    return torch.stack(rows, 1)
+
+
 def state_space(module, u, level=lambda i, j: 1.0):
-    """Mamba-2 as sums over pairs, each weighed by its decay and ``level(i, j)`` (B,H): u (B,N,dim) -> (B,N,dim)."""
+    """Mamba-2 as ``pairs_of_tokens``: u (B,N,dim) -> (B,N,dim)."""
     heads, groups, width = module.heads, module.key_heads, module.value.out_features
     mixed = torch.cat([module.value(u), module.key(u), module.query(u)], -1).mT
     mixed = F.conv1d(F.pad(mixed, (3, 0)), module.mix.weight[:, None], module.shift, groups=mixed.shape[1]).mT
@@ -62,11 +91,7 @@ def state_space(module, u, level=lambda i, j: 1.0):
     x = x.unflatten(-1, (heads, -1))
     b, c = (t.unflatten(-1, (groups, -1)).repeat_interleave(heads // groups, 2) for t in both)
     dt = F.softplus(module.dt(u) + module.dt_bias)
-    y = torch.zeros_like(x)
-    for i in range(u.shape[1]):
-        for j in range(i + 1):
-            decay = (-module.a_log.exp() * dt[:, j + 1 : i + 1].sum(1)).exp()
-            y[:, i] += (level(i, j) * (c[:, i] * b[:, j]).sum(-1) * decay * dt[:, j])[..., None] * x[:, j]
+    y = pairs_of_tokens(x, b, c, dt, -module.a_log.exp(), level)
     y = (y + module.skip[:, None] * x).flatten(-2) * F.silu(module.out_gate(u))
     y = F.rms_norm(y.unflatten(-1, (groups, -1)), (width // groups,), None, 1e-5).flatten(-2)
     return module.out(y * module.scale)

@@ -21,15 +21,6 @@ def build(spec, heads=2, dim=6, **place) -> Any:
         return longspan.build(spec, dim, heads, **place).double().eval()
 
 
-def by_hand(spec, x, **parts):
-    """Outputs for one channel and one head, with maps x -> weight x + bias."""
-    module = build(spec, heads=1, dim=1)
-    for part, (weight, bias) in parts.items():
-        torch.nn.init.constant_(getattr(module, part).weight, weight)
-        torch.nn.init.constant_(getattr(module, part).bias, bias)
-    return module(torch.tensor(x, dtype=torch.float64)[None, :, None])[0].flatten().tolist()
-
-
 def heads_of(module, x, *parts):
     return (getattr(module, part)(x).unflatten(-1, (module.heads, -1)).transpose(1, 2) for part in parts)
 
@@ -53,11 +44,6 @@ def agree(module, x, allowed):
 
 def pairs(n, rule):
     return torch.tensor([[rule(i, j) for j in range(n)] for i in range(n)])
-
-
-def product(a, b):
-    """Who reaches whom in two steps, of which a is the later layer's."""
-    return (a.double() @ b.double()) > 0
 
 
 def past(n=N):

@@ -1,4 +1,4 @@
-"""Each assertion of a law is needed: a mechanism that is wrong in one way fails that assertion."""
+"""Each assertion of a law is needed: a mechanism with a planted bug fails that assertion."""
 
 import pytest
 import torch
@@ -6,11 +6,18 @@ from torch import nn
 
 from longspan import testing
 from longspan.attention import Attention, base
+from longspan.attention import linear as linear_module
+from longspan.attention import validation as arguments
+from longspan.attention.adaptive_span import AdaptiveSpan
 from longspan.attention.linear import Linear
 from longspan.attention.routing import Routing
 from longspan.attention.softmax import Softmax
-from longspan.ops import gated, isolated, sparse
-from longspan.states import lookback
+from longspan.ops import gated, isolated, linear, prefix, sparse
+from longspan.ops.linear import native, workspace
+from longspan.ops.native.call import available
+from longspan.ops.tensors import positions
+from longspan.states import kv_cache, lookback
+from longspan.states.kv_cache import CacheView
 from longspan.testing import Broken, Gauge, numeric
 from longspan.testing.gauge import DIM, Subject
 
@@ -93,9 +100,104 @@ def looking_at_what_comes_in(packed, tokens, state=None, carry=None, original=ba
     return original(packed, tokens, state, carry, **options)
 
 
+def leaky_triangle(products, diagonal=0, original=torch.Tensor.tril):
+    return original(products, diagonal + 1)
+
+
+def state_of_the_span_unread(self, parts, name, *, reverse=False, original=workspace.Rows.running):
+    return original(self, parts, name, reverse=reverse).mul_(0.9 if reverse else 1.0)
+
+
+FORWARD, BACKWARD = 9, 14  # tensors that the kernels take
+
+
+def natively_without(tensors, position, original=native.pointers):
+    """A kernel that never sees one of its tensors."""
+
+    def without(*given):
+        return original(*given[:position], None, *given[position + 1 :]) if len(given) == tensors else original(*given)
+
+    return without
+
+
+def native_gradient_of_the_state_lost(*given, original=native.pointers):
+    if len(given) == BACKWARD:
+        given[10].zero_()
+    return original(*given)
+
+
+def prefix_written_twice(k, v, inside, state=None, mask=None, original=prefix.fold):
+    return original(k, v, inside, state)[0], torch.ones_like(inside) if mask is None else mask
+
+
+def prefix_counting_padding(lengths, n, mask=None, original=prefix.inside):
+    return original(lengths, n)
+
+
+def causal_prefix(allowed, inside):
+    return allowed
+
+
+def prefix_blind_to_the_past(cache_, k, v, *, prefix=None, original=kv_cache.extend, **options):
+    view, added = original(cache_, k, v, prefix=prefix, **options)
+    if prefix is None or cache_.length.max() == 0:
+        return view, added
+    return view._replace(mask=view.mask & (torch.arange(view.keys.shape[2]) > 0)), added
+
+
+def mean_instead_of_normalizer(read, eps):
+    return read[..., :-1] / (read[..., -1:].mean(-2, keepdim=True) + eps)
+
+
+def sums_in_half_precision(parts, whole, state, original=gated.chunks._sums):
+    parts = parts.bfloat16().float() if parts.dtype is torch.float32 else parts
+    return original(parts, whole, state)
+
+
+def positions_from_one(x, start=None, *, mask=None, segments=None, original=positions):
+    at, end = original(x, start, mask=mask, segments=segments)
+    return at, end + (0 if start is None else 1)
+
+
+def blind_to_itself(cache_, k, v, used, donate, original=kv_cache._extend_even):
+    view, added = original(cache_, k, v, used, donate)
+    return (
+        CacheView(view.keys[:, :, :-1], view.values[:, :, :-1], None, False) if used and k.shape[2] == 1 else view
+    ), added
+
+
+def starting_with_the_state(packed, tokens, state, carry, original=isolated._alone):
+    return original(
+        packed._replace(fresh=lambda: None if state is None else state._replace(sums=state.sums[:1] + 1)),
+        tokens,
+        state,
+        carry,
+    )
+
+
+class ClampedBackwards(torch.autograd.Function):
+    """A clamp to [0, 1] that drops the gradients which lead farther out: not linear in them."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clamp(0, 1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad.masked_fill(((x <= 0) & (grad > 0)) | ((x >= 1) & (grad < 0)), 0.0)
+
+
+def spans_clamped_backwards(self):
+    return self.span * ClampedBackwards.apply(self.fraction)[:, None, None]
+
+
 ROTARY = "linear(rotary=100.0)"
 ROUTING = "routing(clusters=3, window=5)"
 LOCAL = "local(window=5)"
+SPANS = "adaptive_span(span=7, ramp=3, initial=2.5)"
+CUT = "parallel_is_recurrent"
 MISTAKES = {
     "the state after two steps that continued it": ("state", ROTARY, gated.chunks, "_step", step_in_place),
     "padding on the left: the other row": ("padding", "linear", Linear, "attend", masked_as_the_first_row),
@@ -120,12 +222,29 @@ MISTAKES = {
         wrong_where_nothing_is_recorded,
     ),
     "torch.float64 with no arguments": ("oracle", LOCAL, sparse.blockwise, "attend", wrong_from_nothing),
+    "torch in torch.float32 with no arguments": ("oracle", ROTARY, gated.chunks, "_sums", sums_in_half_precision),
+    "with no arguments": ("oracle", "linear", workspace.Rows, "running", state_of_the_span_unread),
+    "with mask": ("oracle", "linear", native, "pointers", natively_without(FORWARD, 7)),
+    "with segments": ("oracle", "linear", native, "pointers", natively_without(BACKWARD, 13)),
+    "with a state": ("oracle", "linear", native, "pointers", native_gradient_of_the_state_lost),
+    "outputs before token 1": ("causal", "linear", torch.Tensor, "tril", leaky_triangle),
+    "the recorded matrix times": ("attention_matrix", ROTARY, linear, "normalize", mean_instead_of_normalizer),
+    "1] tokens": (CUT, ROTARY, linear_module, "positions", positions_from_one),
+    "1] tokens: differ": (CUT, "softmax", kv_cache, "_extend_even", blind_to_itself),
+    "NaN and infinity in a packed": ("content", "linear", isolated, "_alone", starting_with_the_state),
+    "weights far from initialization": ("additive", SPANS, AdaptiveSpan, "_fixed", spans_clamped_backwards),
+    "what comes after the prefix": ("prefix_mode", "linear", prefix, "fold", prefix_written_twice),
+    "a padded prefix": ("prefix_mode", "linear", arguments, "inside", prefix_counting_padding),
+    "not see the last one of the prefix": ("prefix_mode", "softmax", kv_cache, "join", causal_prefix),
+    "a prefix after a state": ("prefix_mode", "softmax", kv_cache, "extend", prefix_blind_to_the_past),
 }
 
 
 @pytest.mark.parametrize("words", MISTAKES)
 def test_an_assertion_is_needed(words, monkeypatch):
     law, spec, where, name, mistake = MISTAKES[words]
+    if where is native and not available():
+        pytest.skip("there are no native kernels here")
     monkeypatch.setattr(where, name, mistake)
     row = testing.check(law, spec)
     assert row.status == "failed"
