@@ -264,6 +264,21 @@ def blocks() -> Callable[[Path, str], list[str]]:
 
 
 @pytest.fixture
+def at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Work in a separate folder; lines are as long as they like."""
+    monkeypatch.setenv("COLUMNS", "1000")
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def weightless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is started for memory."""
+    from support.bench import weigh_nothing
+
+    weigh_nothing(monkeypatch)
+
+
+@pytest.fixture
 def restored() -> Iterator[None]:
     """Nothing of transformers stays replaced after a test."""
     yield
