@@ -6,16 +6,14 @@ import numpy as np
 import pools
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
 import longspan
 from longspan import states
-from longspan.serving import Pool, PrefixCache, Sampling
+from longspan.serving import Pool, Sampling
 from longspan.serving.sampler import sample, uniforms
 
 VOCAB = 13
 GREEDY = Sampling(temperature=0.0)
-ATTENTIONS = ("linear", "gated_deltanet", "mamba", "gla; local(window=3)", "softmax", "retention; softmax")
 
 
 def decoder(attention="gated_deltanet", **more):
@@ -36,17 +34,6 @@ def alone(model, prompt, n=9):
 
 def pool(model, **options):
     return pools.spoiled(Pool(model, **({"slots": 4, "capacity": 40, "prefill": 5} | options)))
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_greedy_streams_in_a_crowd_equal_those_alone(attention):
-    model, given = decoder(attention), prompts(10)
-    crowd = pool(model)
-    streams = [crowd.submit(prompt, max_new_tokens=9, sampling=GREEDY)[0] for prompt in given]
-    crowd.run()
-    assert [stream.tokens for stream in streams] == [alone(model, prompt) for prompt in given]
-    assert {stream.finished for stream in streams} == {"length"}
-    assert crowd.idle
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -245,58 +232,6 @@ def test_known_beginnings_are_not_read_again():
     assert stream.tokens == alone(model, longer)
     assert stream.cached == len(prompt) + 1
     assert crowd.prefixes.hits == 3
-
-
-class TestPrefixCache:
-    def states(self):
-        model = decoder()
-        _, state = model(torch.tensor([[1, 2, 3]]), model.init_state(1))
-        return states.detach(state), torch.ones(1, VOCAB)
-
-    def test_what_it_keeps_and_returns_are_copies(self):
-        cache, (state, outputs) = PrefixCache(1 << 20), self.states()
-        kept = [t.clone() for t in (*pytree.tree_leaves(state), outputs)]
-        cache.keep([1, 2], state, outputs)
-        given = state, outputs
-        for _ in range(3):
-            # Its owner, or the stream that got it, continues in place.
-            for t in pytree.tree_leaves(given):
-                t.zero_()
-            read, *given = cache.find([1, 2, 3])
-            assert read == 2
-            assert all(torch.equal(a, b) for a, b in zip(kept, pytree.tree_leaves(given), strict=True))
-
-    def test_the_longest_beginning_is_found(self):
-        cache, (state, outputs) = PrefixCache(1 << 20), self.states()
-        for i, tokens in enumerate(([1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6])):
-            cache.keep(tokens, state, outputs + i)
-        cache.keep([1, 9], state, outputs + 9)
-        for tokens, read, value in (
-            ([1, 2, 3, 4, 5, 6, 7], 6, 3.0),
-            ([1, 2, 3, 4, 5, 6], 6, 3.0),
-            ([1, 2, 3, 4, 5], 3, 2.0),
-            ([1, 2, 4], 2, 1.0),
-            ([1, 9, 3], 2, 10.0),
-        ):
-            found = cache.find(tokens)
-            assert (found[0], found[2][0, 0]) == (read, value)
-        assert cache.hits == 5
-        for tokens in ([], [1], [2, 1], [9, 2, 3]):
-            assert cache.find(tokens) is None
-        assert cache.misses == 4
-        cache.clear()
-        assert (len(cache), cache.nbytes, cache.find([1, 2])) == (0, 0, None)
-
-    def test_a_state_beyond_the_limit_is_not_kept(self):
-        state, outputs = self.states()
-        size = states.nbytes(state) + outputs.nbytes
-        for limit, count in ((0, 0), (size + 7, 0), (size + 8, 1), (2 * size + 24, 2), (4 * size, 3)):
-            cache = PrefixCache(limit)
-            for tokens in ([1], [1, 2], [1], [1, 2, 3]):
-                cache.keep(tokens, state, outputs)
-                deepest = max((node.depth for node in cache._kept), default=0)
-                assert cache.nbytes == size * len(cache) + 8 * deepest <= limit
-            assert len(cache) == count
 
 
 def test_outputs_that_are_not_numbers_end_the_stream():
