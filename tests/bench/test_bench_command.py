@@ -25,7 +25,6 @@ from longspan_lab.bench import (
     limits,
     local,
     peers,
-    report,
 )
 from longspan_lab.cli import bench
 from support.bench import in_quiet, run_into_o
@@ -360,10 +359,6 @@ def test_rewind(capsys):
     assert len(others) == 2 + 2 * (importlib.util.find_spec("transformers") is not None)
     assert [one for one in found if one[0] != "edit"] == [*drafts, *calls, *drafts]
     assert "of the whole prompt" in out
-
-
-def test_rows_of_different_columns_make_one_table():
-    assert report.rows_csv([{"a": 1}, {"b": 2.5, "a": 3}]) == "a,b\n1,\n3,2.5\n"
 
 
 MISTAKES = {

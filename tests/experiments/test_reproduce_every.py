@@ -265,15 +265,6 @@ def test_the_minutes_of_an_experiment_are_those_of_its_result(name):
     assert 0.5 < REAL[name].minutes * 60 / result["cpu_seconds"] < 2
 
 
-def test_the_help_names_the_folders_of_data(capsys):
-    assert main(["reproduce", "all", "--help"]) == OK
-    said = " ".join(capsys.readouterr().out.split())
-    assert "subdirectories" in said
-    assert "cifar10" in said
-    assert "mnist" in said
-    assert "gpu" in said
-
-
 @pytest.mark.slow
 def test_all_of_them_in_tiny(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

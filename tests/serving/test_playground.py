@@ -141,6 +141,7 @@ def test_the_page_needs_no_key_and_can_be_left_out():
     with Running(access=Access(api_key="secret")) as running:
         assert httpx.get(running.url).status_code == 200
         assert httpx.get(f"{running.url}/metrics").status_code == 401
+        assert httpx.get(f"{running.url}/healthz").status_code == 200
     with Running(playground=False) as running:
         assert httpx.get(running.url).status_code == 404
 
