@@ -31,7 +31,6 @@ MISTAKES = {
     "approximation --angles 190": "angles=190 must be at most 180 degrees",
     "approximation --spreads 0": "spreads=0.0 must be positive",
     "copy --scale": "expected one argument",
-    "copy --scale=huge": "this experiment has no scale 'huge'; it has: laptop, gpu, paper",
     "approximation --size x": "--size: expected int, got x; see longspan reproduce approximation --help",
     "images --data text:stdlib": "unknown data set of images 'text'; known: cifar10, digits, mnist",
     "images --attentions lniear": "unknown name 'lniear' (did you mean 'linear'?)",
@@ -50,7 +49,6 @@ MISTAKES = {
     "lra --quick --tasks listop": "unknown task 'listop' (did you mean 'listops'?)",
     "lra --quick --more image": "more=image: image is a task of all attentions already",
     "lra --quick --heads 3": "dim=8 is not a multiple of heads=3",
-    "lra --quick --device tpu": "unknown device 'tpu'",
     "memory --tasks repeat": "unknown task 'repeat'",
     "memory --agents GRU": "unknown agent 'GRU'",
     "memory --steps 100": "steps=100 is less than a block: 2 rollouts of 104 steps in each of 32 environments are 6656",
@@ -118,9 +116,6 @@ MISSING = {
     "forecast --quick --data ett:nowhere.csv": "nowhere.csv",
     "lra --quick --listops listops:nowhere": "there is no such folder",
     "protein": "data=protein needs a file, protein:FILE.fasta or .fasta.gz: UniProt's own changes",
-    "protein --data proteins": "unknown protein data 'proteins' (did you mean 'protein'?)",
-    "protein --data synthetic:3": "data=synthetic:3: synthetic proteins are made from the seed",
-    "protein --data protein:nowhere.fasta": "nowhere.fasta",
 }
 
 

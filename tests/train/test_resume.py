@@ -56,20 +56,16 @@ class TestStopAndResume:
         assert done == list(range(step, 11))
         assert (tmp_path / "run/checkpoints/best").read_text() == "step-00000004\n"
 
-    def test_a_second_press_ends_at_once_and_the_last_checkpoint_stays(self, tmp_path, whole, monkeypatch):
+    @pytest.mark.parametrize(
+        ("step", "said"),
+        [(7, "stopped immediately at step 7; step-00000006 is saved in"), (1, "at step 1; nothing was saved in")],
+    )
+    def test_a_second_press_ends_at_once_and_what_is_saved_stays(self, step, said, tmp_path, whole, monkeypatch):
         with monkeypatch.context() as patch:
-            press_at(patch, 7, times=2)
-            with pytest.raises(KeyboardInterrupt, match=r"stopped immediately at step 7; step-00000006 is saved in"):
+            press_at(patch, step, times=2)
+            with pytest.raises(KeyboardInterrupt, match=said):
                 fit(TINY, tiny(tmp_path), progress=False)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        fit(TINY, tiny(tmp_path), resume=True, progress=False)
-        assert weights(tmp_path) == weights(whole)
-
-    def test_stopped_before_anything_is_saved(self, tmp_path, whole, monkeypatch):
-        with monkeypatch.context() as patch:
-            press_at(patch, 1, times=2)
-            with pytest.raises(KeyboardInterrupt, match="at step 1; nothing was saved in"):
-                fit(TINY, tiny(tmp_path), progress=False)
         fit(TINY, tiny(tmp_path), resume=True, progress=False)
         assert weights(tmp_path) == weights(whole)
 

@@ -89,9 +89,12 @@ class TestBits:
 
 
 class TestFolder:
-    def test_config_is_a_recipe_that_gives_the_same_run(self, whole):
+    def test_config_and_checkpoints_say_what_gives_the_same_run(self, whole):
         recipe = yaml.safe_load((whole / "run" / "config.yaml").read_text())
         assert (DecoderConfig(**recipe["model"]), TrainConfig(**recipe["run"])) == (TINY, tiny(whole))
+        header = checkpoint.read_config(checkpoint.resolve(whole / "run", prefer="last"))
+        assert header["step"] == 11
+        assert TrainConfig(**header["run"]) == tiny(whole)
 
     def test_metrics_hold_a_row_per_evaluation_and_per_ten_steps(self, whole):
         with (whole / "run" / "metrics.csv").open(newline="") as file:
@@ -106,11 +109,6 @@ class TestFolder:
     def test_tensorboard_has_events_and_nothing_is_a_pickle_of_lightning(self, whole):
         assert list((whole / "run" / "tensorboard").glob("events.*"))
         assert not list(whole.rglob("*.ckpt"))
-
-    def test_checkpoint_records_where_it_comes_from(self, whole):
-        header = checkpoint.read_config(checkpoint.resolve(whole / "run", prefer="last"))
-        assert header["step"] == 11
-        assert TrainConfig(**header["run"]) == tiny(whole)
 
     def test_result_is_the_best_models(self, tmp_path, digits):
         result = fit(TINY, tiny(tmp_path, steps=4), progress=False)
