@@ -169,6 +169,7 @@ def test_no_compiler_is_imported_to_build_a_model():
     code = (
         "import sys, longspan\n"
         f"for name in {names!r}.split(): longspan.build(name, dim=32, heads=2)\n"
+        "longspan.Decoder(longspan.DecoderConfig(dim=8, heads=2, depth=1, attention='linear'))\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

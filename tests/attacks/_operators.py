@@ -1,75 +1,34 @@
 """Operators of mutation: small mistakes that a person could make, each a change of one node of a syntax tree."""
 
 import ast
+import collections
 import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from . import _edits
 
-SWAPPED = {
-    ast.Lt: (ast.LtE, ast.Gt),
-    ast.LtE: (ast.Lt, ast.GtE),
-    ast.Gt: (ast.GtE, ast.Lt),
-    ast.GtE: (ast.Gt, ast.LtE),
-    ast.Eq: (ast.NotEq,),
-    ast.NotEq: (ast.Eq,),
-    ast.Is: (ast.IsNot,),
-    ast.IsNot: (ast.Is,),
-    ast.In: (ast.NotIn,),
-    ast.NotIn: (ast.In,),
-    ast.Add: (ast.Sub,),
-    ast.Sub: (ast.Add,),
-    ast.Mult: (ast.Div,),
-    ast.Div: (ast.Mult,),
-    ast.FloorDiv: (ast.Mod,),
-    ast.Mod: (ast.FloorDiv,),
-    ast.BitAnd: (ast.BitOr,),
-    ast.BitOr: (ast.BitAnd,),
-    ast.And: (ast.Or,),
-    ast.Or: (ast.And,),
-}
-NAMES = {
-    "min": "max",
-    "amin": "amax",
-    "minimum": "maximum",
-    "argmin": "argmax",
-    "any": "all",
-    "floor": "ceil",
-    "tril": "triu",
-    "cumsum": "cumprod",
-    "sum": "mean",
-    "zeros": "ones",
-    "zeros_like": "ones_like",
-    "new_zeros": "new_ones",
-    "softmax": "log_softmax",
-    "sigmoid": "tanh",
-}
+# Each stands in the other's place.
+PAIRS = (
+    *((ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Lt, ast.Gt), (ast.LtE, ast.GtE), (ast.Eq, ast.NotEq)),
+    *((ast.Is, ast.IsNot), (ast.In, ast.NotIn), (ast.Add, ast.Sub), (ast.Mult, ast.Div), (ast.FloorDiv, ast.Mod)),
+    *((ast.BitAnd, ast.BitOr), (ast.And, ast.Or)),
+)
+SWAPPED = collections.defaultdict(list)
+for one, other in PAIRS:
+    SWAPPED[one].append(other)
+    SWAPPED[other].append(one)
+NAMES = dict(
+    pair.split("/")
+    for pair in """min/max amin/amax minimum/maximum argmin/argmax any/all floor/ceil tril/triu cumsum/cumprod sum/mean
+    zeros/ones zeros_like/ones_like new_zeros/new_ones softmax/log_softmax sigmoid/tanh""".split()
+)
 NAMES |= {two: one for one, two in NAMES.items()}
 # Methods whose call may be left out, as in x.masked_fill(...) -> x.
-OPTIONAL = {
-    "abs",
-    "clamp",
-    "clone",
-    "cumsum",
-    "detach",
-    "exp",
-    "flip",
-    "log",
-    "masked_fill",
-    "mul_",
-    "neg_",
-    "relu",
-    "roll",
-    "rsqrt",
-    "sigmoid",
-    "softmax",
-    "sort",
-    "sub_",
-    "tril",
-    "triu",
-    "unsqueeze",
-}
+OPTIONAL = set(
+    """abs clamp clone cumsum detach exp flip log masked_fill mul_ neg_ relu roll rsqrt sigmoid softmax sort sub_ tril
+    triu unsqueeze""".split()
+)
 # Fields without behavior: annotations, and what is only shown.
 SKIPPED = (ast.JoinedStr, ast.Raise, ast.Import, ast.ImportFrom)
 ANNOTATIONS = ("annotation", "returns", "type_params", "decorator_list")

@@ -1,8 +1,7 @@
 """Recordings with damaged or hostile headers, as files and on standard input: words, or one line that names the file.
 
 Sizes, rates, channels, formats and widths of all kinds, random bytes, other containers, truncations, samples that are
-not finite; each read whole or by ``--stream``. No case may take more than 1 GiB or half a minute. A right file of any
-format without its end is refused by name, or has all its samples.
+not finite; each read whole or by ``--stream``. No case may take more than 1 GiB or half a minute.
 """
 
 import contextlib
@@ -16,7 +15,6 @@ from pathlib import Path
 from unittest import mock
 
 from longspan.cli import entry
-from longspan.speech import wav
 from longspan_lab.speech.digits import SPOKEN
 
 from . import Case
@@ -49,9 +47,6 @@ def cases(seed: int, count: int, folder: Path) -> Iterator[Case]:
     """See the package."""
     for i in range(count):
         dice = random.Random(f"{seed}-{i}")
-        if i % 4 == 0:
-            yield f"{i}-cut", lambda dice=dice, path=folder / f"{i}.bin": cut(dice, path)
-            continue
         make = dice.choice([header, header, container])
         by = dice.choice(["file", "stdin"])
         options = dice.choice([[], ["--stream"], ["--beam", "2"]])
@@ -106,40 +101,6 @@ def damaged(content: bytes, dice: random.Random) -> bytes:
     if dice.random() < 0.15:
         del changed[dice.randrange(min(len(changed), dice.choice([60, len(changed) + 1])) + 1) :]
     return bytes(changed)
-
-
-def cut(dice: random.Random, path: Path) -> str | None:
-    """A right file without its end."""
-    if importlib.util.find_spec("soundfile") is None:
-        return None
-    import numpy as np
-    import soundfile
-    import torch
-
-    form = dice.choice(sorted(soundfile.available_formats()))
-    subtype = dice.choice(sorted(soundfile.available_subtypes(form)))
-    samples = np.random.default_rng(dice.randrange(2**32)).uniform(-0.3, 0.3, dice.choice([100, 4000, 30_000]))
-    try:
-        soundfile.write(path, samples, 8000, format=form, subtype=subtype)
-        whole, _ = wav.read(path)
-    # The library does not write it so, or not even whole files of the format are accepted.
-    except (soundfile.SoundFileError, TypeError, ValueError):
-        path.unlink(missing_ok=True)
-        return None
-    content = path.read_bytes()
-    size = dice.choice([dice.randrange(1, len(content)), len(content) - dice.randrange(1, min(len(content), 40))])
-    path.write_bytes(content[:size])
-    what = f"{form} {subtype}, {size} of {len(content)} bytes"
-    try:
-        with bounded(SECONDS, GIB):
-            found, _ = wav.read(path)
-    except ValueError as error:
-        return None if path.name in str(error) else f"{what}: does not name the file: {error}"
-    except (TooLong, Exception) as error:
-        return f"{what}: {type(error).__name__}: {error}"
-    finally:
-        path.unlink()
-    return None if torch.equal(found, whole) else f"{what}: {len(found)} of {len(whole)} samples, without an error"
 
 
 def attack(content: bytes, by: str, options: list[str], path: Path) -> str | None:

@@ -25,7 +25,6 @@ from longspan_lab.bench import (
     limits,
     local,
     peers,
-    report,
 )
 from longspan_lab.cli import bench
 from support.bench import in_quiet, run_into_o
@@ -362,10 +361,6 @@ def test_rewind(capsys):
     assert "of the whole prompt" in out
 
 
-def test_rows_of_different_columns_make_one_table():
-    assert report.rows_csv([{"a": 1}, {"b": 2.5, "a": 3}]) == "a,b\n1,\n3,2.5\n"
-
-
 MISTAKES = {
     "": "KIND",
     "memory": "unknown benchmark 'memory' (did you mean 'members'?); known: attention, convolution, depth, ",
@@ -384,7 +379,6 @@ MISTAKES = {
     "attention --peers-python x": "--peers-python requires --peers",
     "attention --out f/o": "cannot make the folder f/o",
     "step softmax": "'softmax'",
-    "step --batches ,": "--batches=,: expected positive integers",
     "generate --like mnist --dim 8": "leave out --dim",
     "generate --like mnits": "(mnist",
     "generate --images -1": "--images=-1 must not be negative",
@@ -396,21 +390,15 @@ MISTAKES = {
     "members --members linear(x=1)": "linear has no option 'x'",
     "members --dim 7": "dim=7 is not a multiple of heads=4",
     "members --heads 0": "--heads=0 must be at least 1",
-    "members --limit 0": "--limit=0.0 must be a positive number of seconds",
-    "members --lengths x": "--lengths=x: expected positive integers",
     "pattern --patterns bond(3)": "unknown name 'bond' (did you mean 'band'?)",
     "pattern --patterns band(3);;causal": "empty spec in 'band(3);;causal'",
     "pattern --patterns 3": "'3' is not a pattern; write one like 'band(256) | strided(64)'",
     "pattern --matrix -1": "--matrix=-1 must not be negative",
-    "pattern --lengths 0": "--lengths=0: expected positive integers",
-    "pattern --rounds 0": "--rounds=0 must be at least 1",
-    "pattern --limit 0": "--limit=0.0 must be a positive number of seconds",
     "depth --depths 2,x": "--depths=2,x: expected positive integers",
     "depth --limit 0": "--limit=0.0 must be a positive number of MB",
     "depth --length 0": "length",
     "depth --dim 8 --heads 3": "dim=8 is not a multiple of heads=3",
     "depth --attention linaer": "linaer",
-    "limits --rounds 0": "--rounds=0 must be at least 1",
     "limits linear": "unrecognized arguments: linear",
 }
 

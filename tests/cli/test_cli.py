@@ -36,10 +36,8 @@ def models(tmp_path_factory) -> Path:
     small = {"dim": 6, "depth": 1, "heads": 2, "feedforward": 7}
     digits = Decoder(DecoderConfig(**small, vocab=17, length=64))
     text = Decoder(DecoderConfig(**small, vocab=256, length=23, attention="softmax(kv_heads=1)"))
-    free = Decoder(DecoderConfig(**small, vocab=256, positions="none"))
     checkpoint.save(digits, folder / "digits", extra={"run": {"data": "digits", "length": 0}})
     checkpoint.save(text, folder / "text", extra={"run": {"data": "text:stdlib", "length": 13}})
-    checkpoint.save(free, folder / "free", extra={"run": {"data": "text:stdlib", "length": 13}})
     checkpoint.save(
         Decoder(DecoderConfig(**small, vocab=17, length=63)), folder / "short", extra={"run": {"data": "digits"}}
     )
@@ -407,13 +405,6 @@ def test_text_streams_and_repairs_what_is_no_utf8(at, capsys, monkeypatch):
         "top_p": 1.0,
         "temperature": 1.0,
     }
-
-
-def test_text_of_a_model_ends_where_its_positions_end(at, capsys):
-    mode = ("--temperature", "0", "--prompt", "ab")
-    assert said(capsys, "generate", "m/text", *mode).startswith("ab")
-    # The mode of an untrained model without positions is one byte over and over.
-    assert len(said(capsys, "generate", "m/free", "--tokens", "29", *mode).encode(errors="replace")) >= 2 + 1
 
 
 def test_train_evaluates_and_goes_on(at, capfd):

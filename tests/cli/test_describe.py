@@ -244,16 +244,6 @@ def test_places_that_cannot_be_written_are_refused_at_once(tmp_path, monkeypatch
         png.claim_folder(Path(tmp_path))
 
 
-def test_a_failed_write_leaves_nothing_behind(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr("os.replace", fail)
-    with pytest.raises(ValueError, match=r"cannot write .*a\.png: Input/output error"):
-        png.save(tmp_path / "a.png", torch.zeros(1, 2, 2, dtype=torch.uint8))
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("name", ["digits", "mnist", "cifar10"])
 def test_shapes_are_those_of_the_data(name):
     folder = SHARED / name

@@ -3,6 +3,7 @@
 import codecs
 import gzip
 import re
+from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +13,13 @@ import torch
 from data_files import noise
 from longspan.cli import targets, train
 from longspan.data import documents, labeled, pairs, text
-from longspan_lab.data import proteins
+from longspan_lab.data import proteins, series
 from longspan_lab.data.arena import listops, reviews
 from longspan_lab.speech import an4
 
 WORDS = [f"word{i}" for i in range(400)]
+DATES = [datetime(2016, 7, 1) + timedelta(hours=i) for i in range(series.ETT_ENDS[-1])]
+HOURS = "date,A\n" + "".join(f"{date},{date.hour}\n" for date in DATES)
 
 
 def of_pairs(path: Path):
@@ -41,6 +44,7 @@ READERS = {
         lambda path: [one.tolist() for one in proteins.load(f"protein:{path}").sequences],
         ">a\nACDEFGHIKL\n>b\nLKIHGFEDCA\n",
     ),
+    "hours.csv": (lambda path: series.table("ett", path).values.tolist(), HOURS),
     "recipe.yaml": (lambda path: train._recipe(str(path))[1], "run:\n  steps: 3\n"),
 }
 

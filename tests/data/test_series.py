@@ -1,6 +1,5 @@
 """Series: what is known before a forecast, in which part it lies, and what a table of hours must look like."""
 
-import codecs
 import hashlib
 from datetime import datetime, timedelta
 
@@ -46,14 +45,6 @@ def test_only_the_training_part_standardizes(file):
     # 2 and 3 by turns have the mean 2.5 and the deviation 0.5.
     assert sorted(found.values[ETT_ENDS[0] :, 1].unique().tolist()) == pytest.approx([-3.0, -1.0])
     assert found.checksum == hashlib.sha256(file.read_bytes()).hexdigest()
-
-
-def test_a_byte_order_mark_changes_nothing(file):
-    before = series.table("ett", file)
-    file.write_bytes(codecs.BOM_UTF8 + file.read_bytes())
-    found = series.table("ett", file)
-    assert (found.names, found.checksum) == (before.names, before.checksum)
-    assert torch.equal(found.values, before.values)
 
 
 def test_dates_are_numbers_from_minus_a_half_to_a_half(file):

@@ -182,25 +182,11 @@ def test_only_favor_as_published_draws_rows_in_every_call():
         assert same == capacity.same(kind)
 
 
-def test_a_retriever_without_a_feature_map_refuses_the_delta_rule():
-    with pytest.raises(ValueError, match="the delta rule needs a fixed feature map, which softmax has not"):
-        retrieval.Retriever(7, 5, "softmax", "delta", numbers())
-    with pytest.raises(ValueError, match="unknown rule 'adds'; known: delta, gated, general, levels, regression, sum"):
-        retrieval.Retriever(7, 5, "linear", "adds", numbers())
-
-
 @pytest.mark.parametrize("kind", [name for name, kind in retrieval.ENCODERS.items() if kind.features])
 def test_the_number_of_features_is_what_it_is_said_to_be(kind):
     features = retrieval.ENCODERS[kind].features
     assert features is not None
     assert capacity.capacity(kind, 8) == features(torch.randn(3, 8, generator=numbers())).shape[-1]
-
-
-def test_an_untrained_memory_of_zeros_is_at_chance():
-    model = retrieval.Retriever(5, 4, "dpfp1", "delta", numbers())
-    with torch.no_grad():
-        model.query.zero_()
-    assert model.loss(retrieval.draw(3, 10, 5, True, numbers()), numbers()).item() == pytest.approx(0.5)
 
 
 # Capacity

@@ -6,17 +6,11 @@ import pytest
 import torch
 
 from longspan.models.decoder import Decoder
-from longspan_lab._utils import plots
 from longspan_lab.experiments import copying
 from longspan_lab.experiments.experiment import Place
 from support.experiments import unwatched
 
 SMALL = replace(copying.EXPERIMENT.quick, steps=13, drop_at=7)
-
-
-@pytest.fixture
-def plt():
-    return plots.pyplot()
 
 
 def test_a_sequence_is_a_separator_and_symbols_twice():
@@ -111,18 +105,3 @@ def test_what_is_short_is_learned(name, tmp_path):
     reached = dict(row["curve"])[row["reached"]]
     assert reached < copying.GOAL
     assert all(value >= copying.GOAL for step, value in row["curve"] if step < row["reached"])
-
-
-def test_the_picture_has_every_training(plt):
-    def row(spec, seed, last, reached):
-        return {"spec": spec, "seed": seed, "curve": [[0, 2.3], [50, last]], "test": last, "reached": reached}
-
-    rows = [row("linear", 1, 0.001, 50), row("softmax", 0, 0.5, None), row("linear", 0, 0.002, 50)]
-    result = {"settings": {"specs": "softmax; linear", "drop_at": 40, "length": 128}, "rows": rows}
-    figure = copying.draw_curves(plt, result)
-    (axis,) = figure.axes
-    assert axis.get_yscale() == "log"
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["softmax, seed 0", "linear, seed 1, 0"]
-    # Three trainings, the goal and the drop of the learning rate.
-    assert len(axis.lines) == 5
-    plt.close(figure)

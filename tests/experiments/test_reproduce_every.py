@@ -263,22 +263,3 @@ def test_the_minutes_of_an_experiment_are_those_of_its_result(name):
     result = json.loads(path.read_text(encoding="utf-8"))
     # Machines differ; by more than twice, somebody has changed the experiment.
     assert 0.5 < REAL[name].minutes * 60 / result["cpu_seconds"] < 2
-
-
-def test_the_help_names_the_folders_of_data(capsys):
-    assert main(["reproduce", "all", "--help"]) == OK
-    said = " ".join(capsys.readouterr().out.split())
-    assert "subdirectories" in said
-    assert "cifar10" in said
-    assert "mnist" in said
-    assert "gpu" in said
-
-
-@pytest.mark.slow
-def test_all_of_them_in_tiny(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert main(["reproduce", "all", "--quick"]) == OK
-    page = Path("reproduce/reproduction.md").read_text(encoding="utf-8")
-    assert all(f"## {name}\n" in page for name in EXPERIMENTS)
-    out = capsys.readouterr().out
-    assert all(f"{name}: done\n" in out for name in EXPERIMENTS)

@@ -219,6 +219,3 @@ def test_a_loss_that_is_not_finite_is_an_error(text, dataset, tmp_path):
         model.head.bias[0] = math.nan
     with pytest.raises(ValueError, match="the loss became nan at step 0; a lower --learning-rate may help"):
         language.train(settings, "lstm", model, dataset, Place(tmp_path, track))
-
-
-# Shown

@@ -167,36 +167,7 @@ class TestCosts:
         assert row["steps_per_second"] > 0
 
 
-def made_up() -> dict:
-    """A result with figures that are easy to follow."""
-    rows = []
-    for i, row in enumerate(lra_published.TABLE):
-        for task in ("listops", "image"):
-            # In the published order for listops, in the opposite one for images.
-            theirs = row.accuracies[lra_published.TASKS.index(task)]
-            accuracy = theirs / 100 if task == "listops" else 1 - theirs / 100
-            found = {"accuracy": accuracy, "majority": 0.17, "tests": 1000, "parameters": 1234, "curve": []}
-            rows.append({"what": "training", "task": task, "mechanism": row.mechanism} | found)
-        cost = {"steps_per_second": 10.0 + i, "mb": 100.0 * (i + 1)} if i < 10 else {"refused": "no memory"}
-        rows.append({"what": "cost", "mechanism": row.mechanism, "spec": row.mechanism, **cost})
-    settings = {"tasks": ["listops", "image"], "cost_batch": 1, "cost_length": 2048}
-    return {"settings": settings, "rows": rows}
-
-
 class TestReport:
     def test_ranks_that_are_shared(self):
         assert lra_report.agreement([1, 2, 2, 3], [1, 2, 2, 3]) == pytest.approx(1.0)
         assert lra_report.agreement([1.0, 2.0, 2.0], [3.0, 1.0, 2.0]) == pytest.approx(-0.8660254)
-
-    def test_the_picture_has_speed_accuracy_and_memory(self):
-        plt = pytest.importorskip("longspan_lab._utils.plots").pyplot()
-        figure = lra_report.draw(plt, made_up())
-        left = figure.axes[0]
-        marks = [c for c in left.collections if len(c.get_offsets())]
-        speeds = [float(c.get_offsets()[0][0]) for c in marks]
-        sizes = [float(c.get_sizes()[0]) for c in marks]
-        plt.close(figure)
-        # What has no figures for its cost has no mark.
-        assert speeds == [10.0 + i for i in range(10)]
-        assert sizes == sorted(sizes)
-        assert sizes[-1] - sizes[0] == pytest.approx(0.9 * (lra_report.MARKS[1] - lra_report.MARKS[0]))

@@ -6,18 +6,12 @@ import pytest
 import torch
 
 from longspan import attention, ops
-from longspan_lab._utils import plots
 from longspan_lab.bench import case
 from longspan_lab.experiments import scaling
 from longspan_lab.experiments.experiment import Place
 from support.experiments import unwatched
 
 SMALL = scaling.Settings(specs="softmax; linear", lengths=(64, 128, 256), tokens=131, heads=2, size=3, rounds=1)
-
-
-@pytest.fixture
-def plt():
-    return plots.pyplot()
 
 
 def test_batches_hold_the_same_number_of_tokens_and_one_sequence_at_least():
@@ -156,17 +150,3 @@ def test_exponents_are_those_of_long_sequences(power):
     assert scaling.exponent(rows(power), "ms") == pytest.approx(power)
     assert scaling.exponent(rows(power), "mb") == 0
     assert scaling.exponent(rows(power)[:3], "ms") is None
-
-
-def test_the_picture_has_every_attention_with_its_exponent(plt):
-    found = [{"spec": name, "cases": rows(power), "stopped": None} for name, power in (("a", 1.0), ("b", 2.0))]
-    found[1]["stopped"] = {"length": 32768, "reason": "about 1 s"}
-    settings = {"lengths": [one["length"] for one in rows(1.0)], "heads": 2, "size": 3}
-    figure = scaling.draw(plt, {"settings": settings, "rows": found})
-    time, memory = figure.axes
-    assert [text.get_text() for text in time.get_legend().get_texts()] == ["a, N^1.00", "b, N^2.00"]
-    assert {axis.get_xscale() for axis in figure.axes} == {axis.get_yscale() for axis in figure.axes} == {"log"}
-    # The line of b, and a cross at its end.
-    assert len(time.lines) == len(memory.lines) == 3
-    assert time.lines[-1].get_xydata().tolist() == [[16384, 16384**2]]
-    plt.close(figure)

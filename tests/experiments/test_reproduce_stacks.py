@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from longspan.cli.entry import main
 from longspan.models.decoder import Decoder
 from longspan_lab.experiments import learning, lengths, pattern, ponder, spans
 from longspan_lab.experiments.experiment import Place
@@ -157,10 +156,3 @@ def test_the_sizes_of_the_laptop_cost_the_same():
     band, column, every = keys.values()
     assert column <= band < every / 10
     assert column > 0.95 * band
-
-
-def test_a_run_names_its_patterns(capsys, tmp_path):
-    assert main(["reproduce", "pattern", "--quick", "--out", str(tmp_path)]) == 0
-    shown = capsys.readouterr().out
-    assert "band(4) | columns(8)" in shown
-    assert (tmp_path / "pattern.png").stat().st_size > 10_000

@@ -141,6 +141,9 @@ class TestEngine:
             own = longspan.states.clone(state)
             odd = change(own, 0, sums=view(own.layers[0].sums))
             assert torch.equal(Engine(model)(TOKEN, odd)[0], wanted)
+        # Counters that do not lie side by side.
+        position = torch.stack([state.position] * 2, 1)[:, 0]
+        assert torch.equal(Engine(model)(TOKEN, longspan.states.clone(state)._replace(position=position))[0], wanted)
 
     def test_no_state_at_all_and_tokens_without_memory(self):
         model = decoder(MODELS[2])

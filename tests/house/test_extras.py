@@ -116,17 +116,10 @@ def test_every_extra_has_a_row_on_the_page_of_installation():
     assert set(PROJECT["optional-dependencies"]) | set(LAB["optional-dependencies"]) <= set(rows)
 
 
-def test_the_version_is_that_of_the_package():
-    assert longspan.__version__ == PROJECT["version"]
-
-
-def test_both_distributions_have_one_version():
-    assert LAB["version"] == PROJECT["version"]
+def test_both_distributions_have_one_version_and_one_license():
+    assert longspan.__version__ == LAB["version"] == PROJECT["version"]
     (line,) = LAB["dependencies"]
     assert line.endswith(f"=={PROJECT['version']}")
-
-
-def test_both_distributions_have_one_license():
     assert (ROOT / "lab" / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
 
 
@@ -195,11 +188,6 @@ def test_no_file_is_in_both_wheels():
         }
     assert {name.split("/")[0] for name in product} == {"longspan"}
     assert {name.split("/")[0] for name in lab} == {"longspan_lab"}
-
-
-def test_recipes_are_in_the_wheel():
-    found = in_the_wheel(ROOT)
-    assert {f"longspan/train/recipes/{name}.yaml" for name in recipes.names()} <= found
 
 
 @pytest.fixture

@@ -249,16 +249,6 @@ def test_importing_needs_nothing_heavy(module):
     assert "torch._dynamo" not in loaded, "its import takes seconds; see ops.constant and Buildable"
 
 
-@pytest.mark.slow
-def test_a_model_is_built_without_the_compiler():
-    """Its weights are weighed on the meta device, where PyTorch would import its compiler to fill them."""
-    run_python(
-        "import sys, longspan\n"
-        "longspan.Decoder(longspan.DecoderConfig(dim=8, heads=2, depth=1, attention='linear'))\n"
-        "assert 'torch._dynamo' not in sys.modules"
-    )
-
-
 @pytest.mark.full
 def test_experiments_build_no_model_before_they_run():
     """Their settings are made by the import, and look at models when they are asked; see Buildable."""

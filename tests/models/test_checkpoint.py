@@ -198,17 +198,11 @@ class TestResolve:
         (tmp_path / "run" / "checkpoints" / "last").write_text("step-2\n")
         return tmp_path / "run"
 
-    def test_a_checkpoint_means_itself(self, folder):
+    def test_a_checkpoint_means_itself_and_a_run_its_best_or_last(self, folder, run):
         assert checkpoint.resolve(folder) == folder
-
-    def test_a_run_means_its_best(self, run):
         assert checkpoint.resolve(run).name == "step-1"
         assert same(checkpoint.load(run), decoder())
-
-    def test_or_its_last_where_that_is_preferred(self, run):
         assert checkpoint.resolve(run, prefer="last").name == "step-2"
-
-    def test_or_its_last_where_there_is_no_best(self, run):
         (run / "checkpoints" / "best").unlink()
         assert checkpoint.resolve(run).name == "step-2"
 
@@ -345,11 +339,6 @@ class TestRefused:
         with pytest.raises(ValueError, match=rf"{name} is corrupt"):
             read(folder)
 
-    def test_no_training_state(self, tmp_path):
-        checkpoint.save(decoder(), tmp_path / "a")
-        with pytest.raises(ValueError, match=r"can be loaded, but its training cannot be resumed"):
-            checkpoint.load_training(tmp_path / "a")
-
     def test_code_in_the_training_state_is_not_run(self, folder):
         class Attack:
             def __reduce__(self):
@@ -397,9 +386,3 @@ class TestRefused:
         with pytest.raises(ValueError, match=r"cannot write the checkpoint .*: No space left on device"):
             checkpoint.save(decoder(1), folder)
         assert same(checkpoint.load(folder), decoder())
-
-
-def test_a_copied_checkpoint_is_a_checkpoint(folder, tmp_path):
-    shutil.copytree(folder, tmp_path / "elsewhere" / "b")
-    shutil.rmtree(folder)
-    assert same(checkpoint.load(tmp_path / "elsewhere" / "b"), decoder())

@@ -259,7 +259,9 @@ def test_a_benchmark_is_not_measured_for_a_file_that_cannot_be_written(tmp_path)
         '{"step": 1, "spans": [[1, []]]}',
         '{"step": 1, "ponder": [NaN]}',
         '{"step": "1"}',
+        "{}",
         "[]",
+        "what",
     ],
 )
 def test_what_training_does_not_write_is_no_history(line, tmp_path):

@@ -1,10 +1,7 @@
 """Sealed folders: nothing in them changes unnoticed, and several writers and readers do not disturb each other."""
 
 import json
-import multiprocessing
 import os
-import resource
-import signal
 import threading
 
 import pytest
@@ -284,34 +281,3 @@ class TestAtOnce:
         assert not failed
         assert len(set((tmp_path / "last").read_text())) == 1
         assert os.listdir(tmp_path) == ["last"]
-
-
-def _fill_up(folder, report):
-    """Save in a process with a limit on the size of files, which acts like a full disk."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    messages = []
-    training = {"moments": torch.zeros(40_000)}
-    for limit in (100, 5_000, 20_000, 100_000):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
-        try:
-            checkpoint.save(decoder(1), folder, training=training)
-        except ValueError as error:
-            messages.append(str(error))
-    report.put(messages)
-
-
-@pytest.mark.full
-def test_a_full_disk_raises_one_line_and_keeps_the_older_checkpoint(folder):
-    context = multiprocessing.get_context("spawn")
-    report = context.Queue()
-    process = context.Process(target=_fill_up, args=(folder, report))
-    process.start()
-    messages = report.get(timeout=120)
-    process.join()
-    assert len(messages) == 4
-    for line in messages:
-        assert line.startswith(f"cannot write the checkpoint {folder}: ")
-        assert "File too large" in line
-        assert "\n" not in line
-    assert same(checkpoint.load(folder), decoder())
-    assert os.listdir(folder.parent) == ["a"]

@@ -156,9 +156,9 @@ class Gate:
 
 
 @contextlib.contextmanager
-def gated(**options):
+def gated(*args, **options):
     """A server and its gate."""
-    with Running(**options) as running, Gate(running) as gate:
+    with Running(*args, **options) as running, Gate(running) as gate:
         yield running, gate
 
 

@@ -6,13 +6,12 @@ import contextlib
 import hashlib
 import json
 import re
-import threading
 
 import httpx
 import openai
 import pytest
-from pools import Wrapped, decoder
-from servers import Gate, Running, until
+from pools import decoder
+from servers import Gate, Running, gated, until
 
 from browser import Browser, chromium
 from longspan.cli import main
@@ -49,38 +48,6 @@ def opened(browser, running, *, errors=(), **options):
         found, addresses = page.logged()
         assert not [one for one in found if not any(error in one for error in errors)]
         assert all(address.startswith((running.url, "data:,")) for address in addresses)
-
-
-class Gated(Wrapped):
-    """A model whose calls wait for leave."""
-
-    def __init__(self, running):
-        super().__init__(running.pool.model)
-        self._leave, self._open = threading.Semaphore(0), False
-        running.pool.model = self
-
-    def __call__(self, *args, **options):
-        if not self._open:
-            self._leave.acquire()
-        return super().__call__(*args, **options)
-
-    def allow(self, steps):
-        self._leave.release(steps)
-
-    def open(self):
-        self._open = True
-        self._leave.release()
-
-
-@contextlib.contextmanager
-def gated(*args, **options):
-    """A server whose steps are allowed one by one."""
-    with Running(*args, **options) as running:
-        gate = Gated(running)
-        try:
-            yield running, gate
-        finally:
-            gate.open()
 
 
 def run(page, prompt, *, seed=3, tokens=20, temperature=1):
@@ -141,6 +108,7 @@ def test_the_page_needs_no_key_and_can_be_left_out():
     with Running(access=Access(api_key="secret")) as running:
         assert httpx.get(running.url).status_code == 200
         assert httpx.get(f"{running.url}/metrics").status_code == 401
+        assert httpx.get(f"{running.url}/healthz").status_code == 200
     with Running(playground=False) as running:
         assert httpx.get(running.url).status_code == 404
 
@@ -196,16 +164,16 @@ def test_every_option_of_sampling_is_offered(browser, running):
 def test_text_appears_as_it_is_drawn_and_stops(browser):
     with gated(decoder(vocab=128)) as (running, gate), opened(browser, running) as page:
         run(page, "hello", tokens=4000)
-        gate.allow(5)
+        gate.step(4)
         page.until("items[0]?.text.length === 10")
         page.until("document.querySelector('.text').textContent.length === 10")
         assert page.js("items[0].control !== null && running.size === 1")
-        gate.allow(3)
+        gate.step(3)
         page.until("document.querySelector('.text').textContent.length === 13")
         page.click("#stop")
         page.until("items[0].state === 'stopped'")
         until(lambda: running.server.worker.cancelled)
-        gate.open()
+        gate.release()
         until(lambda: running.pool.idle)
         assert running.metric("longspan_streams_cancelled") == 1
         assert "stopped" in page.js("items[0].note.textContent")
@@ -283,13 +251,13 @@ def test_the_keyboard_is_enough(browser):
 def test_a_reload_keeps_the_texts_and_frees_the_slot(browser):
     with gated(decoder(vocab=128)) as (running, gate), opened(browser, running) as page:
         run(page, "kept", tokens=4000, temperature=0.5)
-        gate.allow(6)
+        gate.step(5)
         page.until("items[0]?.text.length === 10")
         text = shown(page)
         assert len(text) == 10
         page.reload()
         until(lambda: running.server.worker.cancelled)
-        gate.open()
+        gate.release()
         until(lambda: running.pool.idle)
         assert running.metric("longspan_streams_cancelled") == 1
         page.until("items.length === 1")
@@ -326,13 +294,13 @@ def test_errors_are_shown_in_words(browser):
     with gated(decoder(vocab=128), pool={"slots": 1, "queue": 0}) as (running, gate):
         with opened(browser, running, errors=["status of 429", "ERR_CONNECTION_REFUSED"]) as page:
             run(page, "first", tokens=9)
-            gate.allow(1)
-            page.until("items[0]?.text.length === 6")
+            gate.step(1)
+            page.until("items[0]?.text.length === 7")
             run(page, "second", tokens=9)
             page.until("items[1]?.state === 'failed'")
             assert "try again later" in page.js("items[1].error.textContent")
             assert not page.js("items[1].error.hidden")
-            gate.open()
+            gate.release()
             page.until("!items[0].control")
             running.http.should_exit = True
             running.thread.join(10)
@@ -350,7 +318,7 @@ def test_streams_beyond_four_wait_and_can_be_stopped(browser):
         assert page.js("items.map(item => item.note.textContent.includes('waits'))") == [False] * 4 + [True] * 2
         page.click("[aria-label='Stop text 5']")
         page.until("items[4].state === 'stopped'")
-        gate.open()
+        gate.release()
         page.until("!running.size")
         assert page.js("items.map(item => item.text.length)") == [6, 6, 6, 6, 1, 6]
         run(page, "again", tokens=5)
@@ -419,12 +387,12 @@ def test_a_digit_is_drawn_and_completed(browser, touch):
             page.write("#seed", "5")
             page.write("#count", "3")
             page.click("#run")
-            gate.allow(8)
+            gate.step(7)
             page.until("items.length === 3 && items.every(item => item.tokens.length === 40 && item.painted === 40)")
             levels = gray(page, 1)
             hidden = 0x3A
             assert levels[40:] == [hidden] * 24
-            gate.open()
+            gate.release()
             page.until("!running.size && items.every(item => item.painted === 64)")
             found = complete(running, cells[:32], max_tokens=32, n=3, seed=5)
             for i in range(3):

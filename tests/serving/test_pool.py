@@ -6,16 +6,14 @@ import numpy as np
 import pools
 import pytest
 import torch
-from torch.utils import _pytree as pytree
 
 import longspan
 from longspan import states
-from longspan.serving import Pool, PrefixCache, Sampling
+from longspan.serving import Pool, Sampling
 from longspan.serving.sampler import sample, uniforms
 
 VOCAB = 13
 GREEDY = Sampling(temperature=0.0)
-ATTENTIONS = ("linear", "gated_deltanet", "mamba", "gla; local(window=3)", "softmax", "retention; softmax")
 
 
 def decoder(attention="gated_deltanet", **more):
@@ -36,17 +34,6 @@ def alone(model, prompt, n=9):
 
 def pool(model, **options):
     return pools.spoiled(Pool(model, **({"slots": 4, "capacity": 40, "prefill": 5} | options)))
-
-
-@pytest.mark.parametrize("attention", ATTENTIONS)
-def test_greedy_streams_in_a_crowd_equal_those_alone(attention):
-    model, given = decoder(attention), prompts(10)
-    crowd = pool(model)
-    streams = [crowd.submit(prompt, max_new_tokens=9, sampling=GREEDY)[0] for prompt in given]
-    crowd.run()
-    assert [stream.tokens for stream in streams] == [alone(model, prompt) for prompt in given]
-    assert {stream.finished for stream in streams} == {"length"}
-    assert crowd.idle
 
 
 @pytest.mark.parametrize("rows", [1, 2])
@@ -247,58 +234,6 @@ def test_known_beginnings_are_not_read_again():
     assert crowd.prefixes.hits == 3
 
 
-class TestPrefixCache:
-    def states(self):
-        model = decoder()
-        _, state = model(torch.tensor([[1, 2, 3]]), model.init_state(1))
-        return states.detach(state), torch.ones(1, VOCAB)
-
-    def test_what_it_keeps_and_returns_are_copies(self):
-        cache, (state, outputs) = PrefixCache(1 << 20), self.states()
-        kept = [t.clone() for t in (*pytree.tree_leaves(state), outputs)]
-        cache.keep([1, 2], state, outputs)
-        given = state, outputs
-        for _ in range(3):
-            # Its owner, or the stream that got it, continues in place.
-            for t in pytree.tree_leaves(given):
-                t.zero_()
-            read, *given = cache.find([1, 2, 3])
-            assert read == 2
-            assert all(torch.equal(a, b) for a, b in zip(kept, pytree.tree_leaves(given), strict=True))
-
-    def test_the_longest_beginning_is_found(self):
-        cache, (state, outputs) = PrefixCache(1 << 20), self.states()
-        for i, tokens in enumerate(([1, 2], [1, 2, 3], [1, 2, 3, 4, 5, 6])):
-            cache.keep(tokens, state, outputs + i)
-        cache.keep([1, 9], state, outputs + 9)
-        for tokens, read, value in (
-            ([1, 2, 3, 4, 5, 6, 7], 6, 3.0),
-            ([1, 2, 3, 4, 5, 6], 6, 3.0),
-            ([1, 2, 3, 4, 5], 3, 2.0),
-            ([1, 2, 4], 2, 1.0),
-            ([1, 9, 3], 2, 10.0),
-        ):
-            found = cache.find(tokens)
-            assert (found[0], found[2][0, 0]) == (read, value)
-        assert cache.hits == 5
-        for tokens in ([], [1], [2, 1], [9, 2, 3]):
-            assert cache.find(tokens) is None
-        assert cache.misses == 4
-        cache.clear()
-        assert (len(cache), cache.nbytes, cache.find([1, 2])) == (0, 0, None)
-
-    def test_a_state_beyond_the_limit_is_not_kept(self):
-        state, outputs = self.states()
-        size = states.nbytes(state) + outputs.nbytes
-        for limit, count in ((0, 0), (size + 7, 0), (size + 8, 1), (2 * size + 24, 2), (4 * size, 3)):
-            cache = PrefixCache(limit)
-            for tokens in ([1], [1, 2], [1], [1, 2, 3]):
-                cache.keep(tokens, state, outputs)
-                deepest = max((node.depth for node in cache._kept), default=0)
-                assert cache.nbytes == size * len(cache) + 8 * deepest <= limit
-            assert len(cache) == count
-
-
 def test_outputs_that_are_not_numbers_end_the_stream():
     model = decoder()
     with torch.no_grad():
@@ -320,47 +255,32 @@ def test_outputs_that_are_not_numbers_end_the_stream():
         ({"sampling": [GREEDY] * 5}, "5 streams"),
         ({"stop": [-1]}, "token -1"),
         ({"top": 14}, "top=14"),
-        ({"top": -1}, "top=-1"),
         # Of another type.
         ({"max_new_tokens": 2.5}, "max_new_tokens=2.5 must be a whole number"),
-        ({"max_new_tokens": 2.0}, "max_new_tokens=2.0"),
         ({"max_new_tokens": True}, "max_new_tokens=True"),
-        ({"max_new_tokens": None}, "max_new_tokens=None"),
         ({"max_new_tokens": "3"}, "max_new_tokens='3'"),
-        ({"max_new_tokens": float("inf")}, "max_new_tokens=inf"),
-        ({"max_new_tokens": torch.tensor(2.5)}, "max_new_tokens=tensor"),
         ({"prompt": [1.7]}, "token of prompt=1.7 must be a whole number"),
         ({"prompt": [1, True]}, "token of prompt=True"),
         ({"prompt": [torch.tensor(True)]}, "token of prompt=tensor"),
-        ({"prompt": [np.float32(1)]}, "token of prompt="),
         ({"prompt": ["1"]}, "token of prompt='1'"),
         ({"prompt": [[1, 2]]}, r"token of prompt=\[1, 2\]"),
-        ({"prompt": np.ones((2, 2), int)}, "token of prompt="),
         ({"prompt": "text"}, "prompt must be a list of tokens, not 'text'"),
-        ({"prompt": 5}, "prompt must be a list of tokens, not 5"),
-        ({"prompt": None}, "prompt must be a list of tokens, not None"),
         ({"prompt": torch.tensor([1.5])}, "prompt must be whole numbers, not torch.float32"),
         ({"prompt": torch.tensor([True])}, "prompt must be whole numbers, not torch.bool"),
         ({"prompt": torch.tensor([[1, 2], [3, 4]])}, r"prompt must be \(N,\) or \(1, N\), not \(2, 2\)"),
-        ({"prompt": torch.tensor(1)}, r"prompt must be \(N,\) or"),
-        ({"prompt": torch.tensor([13])}, "token 13"),
         ({"prompt": [2**70]}, "token 1180591620717411303424"),
         ({"stop": 1}, "stop must be a list of tokens, not 1"),
         ({"stop": [0.5]}, "token of stop=0.5"),
-        ({"stop": None}, "stop must be a list"),
-        ({"top": 1.0}, "top=1.0"),
         ({"keep_state": 1}, "keep_state=1 must be True or False"),
         ({"listener": 3}, "listener=3 must be a function"),
         ({"sampling": 0.5}, "sampling=0.5 must be a Sampling"),
         ({"sampling": [GREEDY, None]}, "sampling=.* must be a Sampling"),
         ({"sampling": []}, "0 streams"),
-        ({"state": ()}, "state does not fit this model: it is not a DecoderState"),
         ({"state": 5}, "state does not fit this model: it is not a DecoderState"),
         ({"state": decoder("linear").init_state(1)}, "state does not fit this model: it is not a DecoderState"),
         ({"state": decoder(dim=32).init_state(1)}, r"state does not fit this model: state.layers.0"),
         ({"state": decoder().float().init_state(1)}, "state does not fit this model: state.layers.0.*float32"),
         ({"state": decoder().init_state(2)}, "state has 2 rows; pass one"),
-        ({"state": decoder().init_state(0)}, "state has 0 rows; pass one"),
         ({"state": decoder().init_state(1)._replace(position=torch.tensor([-1]))}, "counters must not be negative"),
         ({"state": decoder().init_state(1)._replace(position=torch.tensor([1.0]))}, "state.position is torch.float32"),
         ({"state": decoder().init_state(1)._replace(position=3)}, "it is not a DecoderState"),

@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 
@@ -146,15 +145,6 @@ def test_one_process_leads(environment, leads, monkeypatch):
     put(monkeypatch, environment)
     assert launch.first() == leads
     assert signals.first_rank() == (leads or bool({"SLURM_PROCID", "NODE_RANK"} & set(environment)))
-
-
-@pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK"])
-@pytest.mark.parametrize("value", ["", "x"])
-def test_a_signal_ends_a_command_for_any_rank_variable(name, value, monkeypatch, capsys):
-    put(monkeypatch, {name: value})
-    monkeypatch.setattr("longspan.cli.listing.run", lambda args: signal.raise_signal(signal.SIGTERM))
-    assert main(["list"]) == 143
-    assert capsys.readouterr().err == "longspan: interrupted\n"
 
 
 @pytest.mark.slow

@@ -115,12 +115,6 @@ class TestDiary:
         assert not (tmp_path / FILE).exists()
         assert history(tmp_path) == []
 
-    @pytest.mark.parametrize("text", ["[]\n", "{}\n", "what\n"])
-    def test_a_foreign_file(self, tmp_path, text):
-        (tmp_path / FILE).write_text(text)
-        with pytest.raises(ValueError, match=r"learned.jsonl is corrupt"):
-            Diary(tmp_path, 0)
-
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):

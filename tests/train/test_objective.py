@@ -6,9 +6,8 @@ from torch import nn
 
 import longspan
 from longspan.models import checkpoint
-from longspan.models.config import DecoderConfig
 from longspan.models.decoder import Decoder
-from longspan.train import TrainConfig, fit, objectives
+from longspan.train import fit, objectives
 from support.runs import fit_in_two
 from training_process import TINY, tiny, weights
 
@@ -59,10 +58,3 @@ def test_a_run_that_brings_nothing_saves_nothing(tmp_path, monkeypatch):
     monkeypatch.setitem(objectives.OBJECTIVES, Decoder, objectives.NextToken)
     fit(TINY, tiny(tmp_path, steps=1), progress=False)
     assert "objective" not in checkpoint.load_training(checkpoint.resolve(tmp_path / "run", prefer="last"))
-
-
-def test_each_kind_of_model_has_one():
-    built = objectives.build(
-        Decoder(DecoderConfig(dim=8, depth=1, heads=2, feedforward=8, vocab=17)), TrainConfig(), None
-    )
-    assert isinstance(built, Carrying)

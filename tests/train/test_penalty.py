@@ -118,12 +118,6 @@ class TestModels:
         assert some["penalty"] == record["penalty"]
         assert [layer["penalty"].item() for layer in some["layers"][::2]] == pytest.approx([first, second])
 
-    def test_every_layer_gets_its_gradient(self):
-        model, record = stack(SPANS, SPANS, SPANS), {"penalty": None}
-        model(data(2, 13, 8), record=record)
-        grads = torch.autograd.grad(record["penalty"], [part.fraction for part in model.attentions()])
-        assert all(grad.tolist() == pytest.approx([5.5, 5.5]) for grad in grads)
-
     def test_a_stack_without_a_penalty_has_no_such_entry(self):
         record = {}
         stack("linear", "gla")(data(1, 3, 8), record=record)

@@ -149,13 +149,6 @@ def test_a_mechanism_without_the_positions_is_refused_with_the_flag_that_helps(t
     assert not list(tmp_path.iterdir())
 
 
-def test_help_shows_how_to_train_on_a_text(capsys):
-    shown = said(capsys, "train", "--help")
-    assert "text:FILE" in shown
-    assert "--run.data text:book.txt" in shown
-    assert "text:FILE" in said(capsys, "eval", "--help")
-
-
 def test_training_opens_and_ends_with_what_and_on_how_much(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("book.txt").write_bytes(TEXT)
