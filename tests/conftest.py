@@ -67,6 +67,7 @@ TOGETHER = {
         "gpu/test_fake_device",
         "house/test_docs",
         "models/test_sequence_parallel",
+        "ops/test_aarch64",
         "train/test_async_checkpoints",
         "train/test_auxiliary",
         "train/test_carry",

@@ -190,7 +190,8 @@ def small(monkeypatch):
     monkeypatch.setattr(hybrids, "model", lambda name, dtype, small: made(name, dtype, small=True))
 
 
-@pytest.mark.parametrize("name", [pytest.param("mamba2", marks=pytest.mark.slow), "qwen3.5"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba2", "qwen3.5"])
 def test_the_server_on_a_folder_that_is_made(small, monkeypatch, tmp_path, name):
     """Compared with itself, since a second installation may be missing."""
     monkeypatch.chdir(tmp_path)

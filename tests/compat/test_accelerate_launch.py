@@ -79,7 +79,8 @@ def test_buffers_are_not_sharded(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "job", ["trainer", pytest.param("sharded_trainer_plain", marks=pytest.mark.slow), "sharded_trainer_smoothed"]
+    "job",
+    ["trainer", *(pytest.param(f"sharded_trainer_{loss}", marks=pytest.mark.slow) for loss in ("plain", "smoothed"))],
 )
 def test_trainer_on_two_processes_equals_one(job, tmp_path):
     """Losses, weights, a checkpoint from which it resumes, and the saved model."""

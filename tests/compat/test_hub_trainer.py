@@ -59,7 +59,7 @@ def close(one, other, tolerance=1e-12):
     return max(float((one[name] - other[name]).abs().max()) for name in other) < tolerance
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("smoothing", [pytest.param(0.0, marks=pytest.mark.slow), 0.2])
 def test_accumulation_equals_one_batch(smoothing, tmp_path):
     """With labels of unequal number in the micro-batches, and padding on either side."""
     counts = {targets(batch(0)["labels"][i : i + 2]) for i in range(0, 8, 2)}

@@ -87,7 +87,10 @@ def test_the_standards_operator(spec, tmp_path):
 @pytest.mark.parametrize(
     ("specs", "positions", "nodes"),
     # Rotary sums have a numerator and a denominator.
-    [("gated_deltanet(key_heads=1); softmax; linear", "learned", 2), ("softmax(kv_heads=1); linear", "rotary", 2)],
+    [
+        ("gated_deltanet(key_heads=1); softmax; linear", "learned", 2),
+        pytest.param("softmax(kv_heads=1); linear", "rotary", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_hybrid_decoder_writes_what_it_writes_here(specs, positions, nodes, tmp_path, capsys):
     torch.manual_seed(0)

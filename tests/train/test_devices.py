@@ -192,7 +192,8 @@ def test_devices_that_cannot_share_a_step_are_refused(fields, message, tmp_path)
     assert (tmp_path / "run" / "config.yaml").read_text() == before
 
 
-@pytest.mark.full
+# The same order of examples as in test_fsdp.py, by the other strategy.
+@pytest.mark.slow
 def test_resumed_on_two_devices_reads_the_examples_of_one(tmp_path):
     fields = {"dropout": 0.0, "batch": 3, **FIELDS}
     whole, moved = tmp_path / "whole", tmp_path / "moved"

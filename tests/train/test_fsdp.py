@@ -54,7 +54,7 @@ def job(name):
         return {"model": MODELS[name], "does": ["gradients", "saved", "materialized", *decodes]}
     alone = name in NOISY or "gradients" in REGISTRY[name].exempt
     does = ["generation"] if alone else ["gradients", "generation"]
-    return {"model": SIZES | {"attention": mechanism_examples(name)[0]}, "does": does}
+    return {"model": SIZES | {"depth": 1, "attention": mechanism_examples(name)[0]}, "does": does}
 
 
 @pytest.fixture(scope="module")
