@@ -1,6 +1,7 @@
 """``python -m longspan_lab.tools NAME``: run one of the programs."""
 
 import importlib
+import inspect
 import sys
 
 from longspan._utils import terminal
@@ -44,6 +45,11 @@ def main(words: list[str]) -> None:
         name = known(words[0], PROGRAMS, "program")
         program = importlib.import_module(f"{__package__}.{name}")
         if hasattr(program, "main"):
+            takes = inspect.signature(program.main)
+            try:
+                takes.bind(*words[1:])
+            except TypeError as error:
+                raise ValueError(f"{error}; the arguments are {takes}") from None
             program.main(*words[1:])
         else:
             blocks.write(program.PAGES)

@@ -75,7 +75,8 @@ def _logcumsumexp(logs: Tensor) -> Tensor:
     if transformed() and not torch.compiler.is_compiling():
         return _logcumsumexp_pairs(logs)
     y = logs.logcumsumexp(2)
-    return y if torch.compiler.is_compiling() else with_higher_derivatives(y, _logcumsumexp_pairs, logs)
+    follows = y.requires_grad and not torch.compiler.is_compiling()
+    return with_higher_derivatives(y, _logcumsumexp_pairs, logs) if follows else y
 
 
 def _logcumsumexp_pairs(logs: Tensor) -> Tensor:
