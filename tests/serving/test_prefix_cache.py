@@ -76,6 +76,8 @@ def test_an_edit_reads_from_the_nearest_state_with_the_bits_of_a_cold_read(atten
         assert same((state, outputs), cold(own, [START, *edited], range(PREFILL, 61, PREFILL)))
 
 
+# With several threads, the keys of pieces of other lengths may differ in a bit; such a state is not kept.
+@pytest.mark.usefixtures("one_thread")
 def test_the_second_text_pays_for_a_state_where_two_part():
     own, shared = model("gated_deltanet; softmax"), text(29)
     crowd = pool(own, checkpoint_every=32)
