@@ -22,7 +22,8 @@ class DSAState(NamedTuple):
     """All tokens so far, and the keys by which the indexer scores them."""
 
     past: KeyValues
-    index: KeyValues  # its keys are (B,1,capacity,index_dim); its values have no channels
+    # Its keys are (B,1,capacity,index_dim); its values have no channels.
+    index: KeyValues  # pyright: ignore[reportIncompatibleMethodOverride] (no state is searched as a tuple)
 
 
 class Loss(NamedTuple):

@@ -47,7 +47,8 @@ def parse(text: str | Pattern) -> Pattern:
     """
     if isinstance(text, Pattern):
         return text
-    return (_parsed if isinstance(text, str) else _parsed.__wrapped__)(text)
+    known = isinstance(text, str)  # pyright: ignore[reportUnnecessaryIsInstance] (callers may be untyped)
+    return (_parsed if known else _parsed.__wrapped__)(text)
 
 
 @functools.lru_cache(1024)  # a mechanism reads its pattern in every call
