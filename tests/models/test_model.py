@@ -126,7 +126,7 @@ LONG, VECTORS = torch.zeros(1, 21, dtype=torch.long), torch.zeros(2, 3, 8).doubl
 
 
 def after(model, count):
-    """The state after so many tokens."""
+    """The state after the first ``count`` tokens."""
     with torch.no_grad():
         return model(LONG[:, :count], model.init_state(1))[1]
 

@@ -115,7 +115,13 @@ def double_backward(
 
 
 def with_higher_derivatives(y: Tensor, plain: Callable[..., Tensor], *operands: Tensor | None) -> Tensor:
-    """Return y, which has a first derivative alone, with all derivatives of ``plain(*operands)``, which equals it."""
+    """Return y (...) with derivatives of every order; y itself can be differentiated once.
+
+    Args:
+        y: The output of a kernel.
+        plain: Computes y from plain operations of torch.
+        operands: Tensors or None, the arguments of ``plain``.
+    """
     found: Any = _Higher.apply(y, plain, *operands)
     return found
 

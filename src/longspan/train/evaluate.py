@@ -71,11 +71,10 @@ def total(
     ``rows``: the processes that share each example, each of which counts its own tokens; None: this one alone.
     """
     rows = rows or Rows()
-    indices = share.chosen(dataset.count(split))
     counted = 0
     with evaluating(model), rows.shared(model):
         nats = torch.zeros((), dtype=torch.float64, device=model.device)
-        for part, own in _batches(indices, batch, dataset.count(split), share, is_sharded(model)):
+        for part, own in _batches(dataset.count(split), batch, share, is_sharded(model)):
             tokens = dataset.take(split, part).to(model.device)
             outputs, _ = model(rows.part(model.shift(tokens)))
             targets = rows.part(tokens)
@@ -116,16 +115,16 @@ def evaluate_seq2seq(
 @torch.no_grad()
 def classified(model: Encoder, dataset: Labeled, split: str, batch: int, share: Share = WHOLE) -> Tensor:
     """Cross-entropy in nats, correct labels and texts, (3,) float64, over the texts of a share."""
-    indices = share.chosen(dataset.count(split))
     device = next(model.parameters()).device
     with evaluating(model):
-        sums = torch.zeros(2, dtype=torch.float64, device=device)
-        for part, own in _batches(indices, batch, dataset.count(split), share, is_sharded(model)):
+        sums, counted = torch.zeros(2, dtype=torch.float64, device=device), 0
+        for part, own in _batches(dataset.count(split), batch, share, is_sharded(model)):
             tokens, mask, labels = (t.to(device) for t in dataset.take(split, part))
             logits, labels = model(tokens, mask=mask)[:own].double(), labels[:own]
             right = (logits.argmax(-1) == labels).sum().double()
             sums += torch.stack([F.cross_entropy(logits, labels, reduction="sum"), right])
-    return torch.tensor([*sums.tolist(), len(indices)], dtype=torch.float64)
+            counted += own
+    return torch.tensor([*sums.tolist(), counted], dtype=torch.float64)
 
 
 def _written(model: Seq2Seq, pairs: Batch, stop: int, beams: int, length_penalty: float) -> Tensor:
@@ -144,12 +143,13 @@ def _written(model: Seq2Seq, pairs: Batch, stop: int, beams: int, length_penalty
     return F.pad(found, (0, pairs.target.shape[1] - found.shape[1]), value=stop)
 
 
-def _batches(indices: Tensor, batch: int, count: int, share: Share, together: bool) -> Iterator[tuple[Tensor, int]]:
-    """Parts of ``indices`` with at most ``batch`` examples, and how many of each count.
+def _batches(count: int, batch: int, share: Share, together: bool) -> Iterator[tuple[Tensor, int]]:
+    """Yield the indices of a share of ``count`` examples, at most ``batch`` at a time, and how many of them to score.
 
     With ``together`` all processes get as many parts, since they run a sharded model together: a process without an
-    example repeats the first one, which does not count.
+    example repeats the first one, which is not scored.
     """
+    indices = share.chosen(count)
     parts = list(indices.split(batch)) if len(indices) else []
     yield from ((part, len(part)) for part in parts)
     most = -(-len(share._replace(rank=0).chosen(count)) // batch) if together else 0
